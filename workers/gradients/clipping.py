@@ -148,6 +148,12 @@ def _zeros(count: int, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=torch.float64, device=device)
 
 
+def in_flight(devices: int) -> int:
+    """Return how many micro-batches of a model over so many devices are under way at once."""
+    # While one device computes the end of a micro-batch, the others compute parts of the next ones.
+    return 1 if devices == 1 else devices + 1
+
+
 def check_batch(mechanism: Mechanism) -> None:
     """Refuse more rows than the bound of :class:`ClippedSum` is derived for; a function of public facts only.
 
@@ -223,9 +229,7 @@ class GradientEngine:
         self._device = device_of(module)
         self._clock = StepClock(self._device) if clock is None else clock
         self._homes = [tensor.device for tensor in module.parameters() if tensor.requires_grad]
-        # While one device computes the end of a micro-batch, the others compute parts of the next ones.
-        devices = len(devices_of(module))
-        self._in_flight = 1 if devices == 1 else devices + 1
+        self._in_flight = in_flight(len(devices_of(module)))
         self._loss = RowLoss.of(loss_fn)
         self._gradients = GradientParts(self._module, self._loss, deterministic)
         self._mechanism = mechanism

@@ -30,14 +30,15 @@ ROUNDING, UNDERFLOW = 1.01 * 2.0**-24, 1.01 * 2.0**-126
 """A rounding of float32, and a number that it may lose, with 1 % for terms of higher order: the proof needs both."""
 MAX_GRAM_TOKENS, MAX_GRAM_WIDTH = 2**12, 2**16
 """The proof holds for so many tokens and for sides of this length."""
-SUMS = {"cpu": torch.float32, "cuda": torch.float64}
-"""The type in which weighted rows are added up. On a CPU it reads half the memory; a GPU's float64 is as fast."""
-BLOCK = {"cpu": 2**17, "cuda": 2**24}
+SUMS = {"cpu": torch.float32, "cuda": torch.float64, "meta": torch.float64}
+"""The type in which weighted rows are added up. On a CPU it reads half the memory; a GPU's float64 is as fast. Here and
+below, shapes without numbers are counted as a GPU's."""
+BLOCK = {"cpu": 2**17, "cuda": 2**24, "meta": 2**24}
 """So many elements at a time: small enough for the cache of a CPU, large enough to fill a GPU."""
 # A part of no more elements is measured and weighed together with others like it: 0.25 MB.
 _SIDE_BY_SIDE = 2**16
 # So many elements are squared at a time: wide, they take half a megabyte of a CPU's second cache.
-_SQUARED = {"cpu": 2**16, "cuda": 2**24}
+_SQUARED = {"cpu": 2**16, "cuda": 2**24, "meta": 2**24}
 # The smallest float32 number.
 _SMALLEST = 2.0**-149
 # Below it no float32 sum of a row overflows.
@@ -412,7 +413,7 @@ class _RowPiece:
 
 def _has_kernels(device: torch.device) -> bool:
     """Return whether a kernel of `raycloak.workers.device` forms rows; a library for a GPU promises them no bits."""
-    return device.type != "cpu"
+    return device.type == "cuda"
 
 
 def _row_blocks(count: int, device: torch.device) -> list[slice]:

@@ -50,12 +50,10 @@ def place(
             ``model_too_large`` if a device has not the memory.
     """
     if len(devices) == 1:
-        _require_room(devices[0], sum(map(_weight, _unique(_tensors(module)))), free)
+        _require_room(devices[0], bytes_over(module, 1)[0], free)
         module.to(devices[0])
         return
-    best = min(_divisions(module, len(devices)), key=lambda each: max(each.sizes), default=None)
-    if best is None:
-        raise _unsplittable(f"{type(module).__name__} has no list of {len(devices)} layers or more")
+    best = _best_division(module, len(devices))
     for device, size in zip(devices, best.sizes, strict=True):
         _require_room(device, size, free)
     homes: dict[int, torch.device] = {}
@@ -129,6 +127,11 @@ def devices_of(module: nn.Module) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys(each.device for each in chain(module.parameters(), module.buffers())))
 
 
+def bytes_over(module: nn.Module, count: int) -> list[int]:
+    """Return the bytes that parameters, buffers and sums would take on each of so many devices; errors as :func:`place`."""
+    return [sum(map(_weight, _unique(_tensors(module))))] if count == 1 else _best_division(module, count).sizes
+
+
 def bytes_by_device(module: nn.Module) -> dict[torch.device, int]:
     """Return the bytes that parameters, buffers and the sum of gradients take on each device."""
     found = Counter[torch.device]()
@@ -199,6 +202,14 @@ class _Division:
             yield from ((block, device, _tensors(block)) for block in self.blocks[run.start : run.stop])
         yield from ((layer, devices[0], _own_tensors(layer)) for layer in (*self.above, *self.before))
         yield from ((layer, devices[-1], _own_tensors(layer)) for layer in self.behind)
+
+
+def _best_division(module: nn.Module, count: int) -> _Division:
+    """Return the division whose fullest device has the least; ModelError ``unsplittable_model`` if there is none."""
+    best = min(_divisions(module, count), key=lambda each: max(each.sizes), default=None)
+    if best is None:
+        raise _unsplittable(f"{type(module).__name__} has no list of {count} layers or more")
+    return best
 
 
 def _divisions(module: nn.Module, count: int) -> Iterator[_Division]:

@@ -25,7 +25,7 @@ from raycloak.workers.models.losses import BuiltInLoss, class_losses, loss_of_to
 from raycloak.workers.models.text_model import TextModel, heads_apart
 from raycloak.workers.terms.loss import LossTerm
 
-PIECE_BYTES = {"cpu": 2**24, "cuda": 2**27}
+PIECE_BYTES = {"cpu": 2**24, "cuda": 2**27, "meta": 2**27}
 """Memory of the logits of a piece. Each reads the whole weight, so a small one is slow: 256 tokens of GPT-2's head took
 0.85 s of processor time with 4 MiB, and 0.48 s with 16 or 64. At Llama's vocabulary, 64 MiB took two thirds of the time
 that 16 took. A GPU needs more tokens to be busy."""

@@ -27,14 +27,19 @@ app.add_typer(adapter, name="adapter")
 def scale_command(output: Output, overrides: Overrides = None) -> None:
     """Predict a step at other sizes from rates of this machine; see docs/scale.md."""
     from raycloak_lab.scale.calibration import calibrate, check
+    from raycloak_lab.scale.large_models import count_model
     from raycloak_lab.scale.simulation import parse_scale, simulate
     from raycloak_lab.scale.tables import ScaleTables
 
     assumed = parse_scale(overrides or [])
+    if assumed.model is not None:
+        output.announce("running the model on shapes without numbers, up to some minutes")
+    # Before the minute that this machine takes: it may be refused.
+    model = None if assumed.model is None else count_model(assumed.model)
     output.announce("measuring this machine, about a minute")
     rates = calibrate(assumed.optimizer)
     checked = check(rates)
-    found = simulate(assumed, rates)
+    found = simulate(assumed, rates, model)
     fields = {
         "assumed": assumed.model_dump(),
         "rates": asdict(rates),

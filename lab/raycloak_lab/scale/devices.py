@@ -1,10 +1,10 @@
-"""A worker's GPU in the prediction of a step: memory, and the least time that its rates allow.
+"""The GPUs of a worker in the prediction of a step: memory, and the least time that their rates allow.
 
 A rate is stated, or a vendor's for a card of that name; nothing is predicted from a rate that nobody states. A vendor's
 rates are peaks, which no program reaches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -13,17 +13,18 @@ from pydantic import Field, field_validator
 
 from raycloak.coordinator.config.section import Section
 from raycloak.workers.terms.mechanism import Mechanism
+from raycloak_lab.scale.large_models import GpuBytes, LargeModel
 
 FLOAT_BYTES: Final = 4
 """Parameters, gradients and moments travel and are kept as float32."""
 SUM_BYTES: Final = 8
 """Clipped sums are added in float64."""
-_FROZEN_BYTES: Final = 2
-"""A frozen base lies in bfloat16."""
 _TRAINED_OPERATIONS: Final = 6
 """For each token and parameter of a matrix: a product and a sum forward, for its input, and for its own gradient."""
 _FROZEN_OPERATIONS: Final = 4
 """A frozen matrix has no gradient of its own."""
+_RECOMPUTED_OPERATIONS: Final = 2
+"""A checkpointed block runs forward once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ CARDS: Final[Mapping[str, Card]] = MappingProxyType(
 
 
 class DeviceConfig(Section):
-    """The GPU of each worker, and what of the model its time depends on.
+    """Each GPU of a worker.
 
     A rate that is not given is the card's. Without either nobody knows it, and nothing is predicted from it.
 
@@ -64,16 +65,12 @@ class DeviceConfig(Section):
         card: a name in `CARDS`.
         memory_gb, copy_gb_per_s: as of `Card`; ``bench words --device cuda`` measures the second.
         tflop_per_s: of products in the run's precision.
-        tokens_per_example: 1 for a model whose matrices see an example once.
-        frozen_parameters: of a base under LoRA, in bfloat16.
     """
 
     card: str | None = None
     memory_gb: float | None = Field(default=None, gt=0)
     copy_gb_per_s: float | None = Field(default=None, gt=0)
     tflop_per_s: float | None = Field(default=None, gt=0)
-    tokens_per_example: int | None = Field(default=None, gt=0)
-    frozen_parameters: int = Field(default=0, ge=0)
 
     @field_validator("card")
     @classmethod
@@ -93,16 +90,20 @@ class DeviceConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class DeviceScale:
-    """A worker's GPU in a step.
+    """The GPUs of a worker in a step.
 
     Attributes:
-        memory_bytes: of parameters, sums and words, without a micro-batch's activations and gradients. limit_bytes: of
-            the device.
+        gpus: their number.
+        fullest: the one that takes the most; without a model, its micro-batches are unknown and zero here.
+        words_bytes: of the ring words on it. memory_bytes: all together, at their peak. limit_bytes: of the GPU.
         words_seconds: at least, for encoding, noise, sums, hashes and masks, which read and write its memory.
         model_seconds: at least, for the products of all rows, if every parameter is one of a matrix.
         sources: of the rates. A figure is None where nobody knows its rate.
     """
 
+    gpus: int
+    fullest: GpuBytes
+    words_bytes: float
     memory_bytes: float
     limit_bytes: float | None
     words_seconds: float | None
@@ -110,25 +111,52 @@ class DeviceScale:
     sources: tuple[str, ...]
 
 
-def device_scale(config: DeviceConfig, mechanism: Mechanism, hosted: int) -> DeviceScale:
-    """Return the GPU of a worker that hosts so many virtual workers."""
-    size, word = mechanism.dimension, mechanism.ring_bits // 8
-    held = FLOAT_BYTES + SUM_BYTES + word + (word if hosted > 1 else 0)
+def device_scales(
+    config: DeviceConfig, mechanism: Mechanism, hosted: int, model: LargeModel | None
+) -> tuple[DeviceScale, ...]:
+    """Return the GPUs of a worker that hosts so many virtual workers, for each number that the model is laid over."""
+    if model is None:
+        size = mechanism.dimension
+        alone = GpuBytes(size, frozen=0, parameters=FLOAT_BYTES * size, sums=SUM_BYTES * size, micro_batches=0)
+        return (_device_scale(config, mechanism, hosted, [alone], None),)
+    return tuple(_device_scale(config, mechanism, hosted, each, model) for each in model.by_gpus.values())
+
+
+def _device_scale(
+    config: DeviceConfig, mechanism: Mechanism, hosted: int, gpus: Sequence[GpuBytes], model: LargeModel | None
+) -> DeviceScale:
+    word = mechanism.ring_bits // 8
+    earlier = word if hosted > 1 else 0
+
+    def peak(gpu: GpuBytes) -> float:
+        # Words are made when the micro-batches are gone. The sum of earlier vectors is there all the time.
+        beside = max(gpu.micro_batches, word * gpu.trained)
+        return gpu.frozen + gpu.parameters + gpu.sums + earlier * gpu.trained + beside
+
+    fullest = max(gpus, key=peak)
     # Each vector: the sum is read, zeroed, and becomes words, which are hashed. Then all but the first are added, and
     # the sum is copied under masks.
     moved = hosted * (2 * SUM_BYTES + 2 * word) + (hosted - 1) * 3 * word + 2 * word
-    rows = hosted * mechanism.micro_batches * mechanism.micro_batch_size
-    operations = _TRAINED_OPERATIONS * size + _FROZEN_OPERATIONS * config.frozen_parameters
     memory, copy, products = (config.rate(name) for name in ("memory_gb", "copy_gb_per_s", "tflop_per_s"))
-    tokens = config.tokens_per_example
     rates = ("memory_gb", "copy_gb_per_s", "tflop_per_s")
     sources = [f"{name.replace('_', ' ')}: stated" for name in rates if getattr(config, name) is not None]
     if config.card is not None and len(sources) < len(rates):
         sources.append(f"{config.card}: {CARDS[config.card].source}")
+    tokens = hosted * mechanism.micro_batches * mechanism.micro_batch_size * (model.tokens if model else 0)
+    operations = _operations(model) * tokens if model else None
     return DeviceScale(
-        memory_bytes=held * size + _FROZEN_BYTES * config.frozen_parameters,
+        gpus=len(gpus),
+        fullest=fullest,
+        words_bytes=(word + earlier) * fullest.trained,
+        memory_bytes=peak(fullest),
         limit_bytes=None if memory is None else memory * 1e9,
-        words_seconds=None if copy is None else moved * size / (copy * 1e9),
-        model_seconds=None if products is None or tokens is None else rows * tokens * operations / (products * 1e12),
+        words_seconds=None if copy is None else moved * max(each.trained for each in gpus) / (copy * 1e9),
+        model_seconds=None if products is None or operations is None else operations / (products * 1e12 * len(gpus)),
         sources=tuple(sources),
     )
+
+
+def _operations(model: LargeModel) -> int:
+    """Return the operations of a token."""
+    again = _RECOMPUTED_OPERATIONS if model.recomputed else 0
+    return (_TRAINED_OPERATIONS + again) * model.trained + (_FROZEN_OPERATIONS + again) * model.frozen

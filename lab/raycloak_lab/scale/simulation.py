@@ -2,7 +2,7 @@
 
 Each formula states its reason and unit. Its rates are measured on the machine where the command runs
 (`raycloak_lab.scale.calibration`); the cluster is assumed, and every assumption is printed. Ring, grid step and
-noise are those that a plan of this size would choose. The gradient itself is not in it: that is the model's.
+noise are those that a plan of this size would choose. The time of the gradient is not in it: that is the model's.
 
 Times are for a step after the first in which no member fails, with one core for each process.
 """
@@ -17,6 +17,7 @@ from pydantic import Field
 from raycloak.attestation.core.mask_graph import least_reach
 from raycloak.coordinator.config.run import MOST_VIRTUAL_WORKERS, RunConfig, apply_override, parse_config
 from raycloak.coordinator.config.section import Section, validated
+from raycloak.coordinator.config.sections import FailureConfig
 from raycloak.coordinator.planning.batches import hosted_at_most
 from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.metrics.errors import ConfigError
@@ -24,7 +25,8 @@ from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.noise import decompose
 from raycloak.workers.vectors.ring import RingBits
-from raycloak_lab.scale.devices import FLOAT_BYTES, SUM_BYTES, DeviceConfig, DeviceScale, device_scale
+from raycloak_lab.scale.devices import FLOAT_BYTES, SUM_BYTES, DeviceConfig, DeviceScale, device_scales
+from raycloak_lab.scale.large_models import LargeModel, LargeModelConfig
 
 GB = 1e9
 STORE_SHARE, MOST_STORE_BYTES = 0.3, 200 * GB
@@ -52,7 +54,8 @@ class ScaleConfig(Section):
         network_gbit_per_s: of each node, in each direction.
         node_memory_gb: of each node.
         workers_per_node, cores_per_node: for memory, and for the start.
-        device: the GPU of each worker; None for workers on CPUs.
+        device: each GPU of a worker; None for workers on CPUs.
+        model: takes the place of ``parameters``. Its workers are on GPUs, whose rates ``device`` states.
     """
 
     workers: list[int] = Field(default=[8, 64, 1024], min_length=1)
@@ -66,6 +69,12 @@ class ScaleConfig(Section):
     workers_per_node: int = Field(default=1, gt=0)
     cores_per_node: int = Field(default=8, gt=0)
     device: DeviceConfig | None = None
+    model: LargeModelConfig | None = None
+
+    @property
+    def gpu(self) -> DeviceConfig | None:
+        """Return a GPU of a worker; None for workers on CPUs."""
+        return DeviceConfig() if self.device is None and self.model is not None else self.device
 
     @property
     def bytes_per_second(self) -> float:
@@ -211,14 +220,9 @@ class Scale:
     step_seconds: float
     ledger_steps_per_second: float
     start_seconds: float
-    device: DeviceScale | None
+    devices: tuple[DeviceScale, ...]
     uses: Mapping[str, float]
     first_limit: str
-
-    @property
-    def breaks(self) -> bool:
-        """Return whether the size is beyond a limit."""
-        return self.uses[self.first_limit] > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +260,7 @@ def assumed_run(config: ScaleConfig, workers: int) -> RunConfig:
             "virtual_workers": max(workers, MOST_VIRTUAL_WORKERS),
             "expected_batch_size": config.examples_per_worker * workers,
             "steps": PLANNED_STEPS,
+            "micro_batch_size": None if config.model is None else config.model.rows,
             "optimizer": {"name": config.optimizer},
             "dp_config": {"noise_multiplier": 1.0, "epsilon_cap": 8.0, "accountant": "rdp", "target_delta": 1e-8},
         }
@@ -268,21 +273,27 @@ def planned(config: ScaleConfig, workers: int, parameters: int) -> Mechanism:
     return plan_mechanism(run, round(run.batch_size / SAMPLE_RATE), parameters)
 
 
-def simulate(config: ScaleConfig, rates: Rates) -> list[Scale | RefusedSize]:
-    """Return the prediction for every pair of workers and parameters, the fewest workers first."""
+def simulate(config: ScaleConfig, rates: Rates, model: LargeModel | None = None) -> list[Scale | RefusedSize]:
+    """Return the prediction for every pair of workers and parameters, the fewest workers first.
+
+    Args:
+        model: the counts of ``config.model``.
+    """
     found: list[Scale | RefusedSize] = []
     for workers in config.workers:
-        for parameters in config.parameters:
+        for parameters in config.parameters if model is None else [model.trained]:
             try:
                 mechanism = planned(config, workers, parameters)
             except ConfigError as error:
                 found.append(RefusedSize(workers, parameters, error.code, error.message))
             else:
-                found.append(predict(config, rates, workers, mechanism))
+                found.append(predict(config, rates, workers, mechanism, model))
     return found
 
 
-def predict(config: ScaleConfig, rates: Rates, workers: int, mechanism: Mechanism) -> Scale:
+def predict(
+    config: ScaleConfig, rates: Rates, workers: int, mechanism: Mechanism, model: LargeModel | None = None
+) -> Scale:
     """Return the prediction for one size."""
     size, word = mechanism.dimension, mechanism.ring_bits // 8
     hosted = hosted_at_most(mechanism.virtual_workers, workers)
@@ -290,23 +301,32 @@ def predict(config: ScaleConfig, rates: Rates, workers: int, mechanism: Mechanis
     rate = rates.words[mechanism.ring_bits]
     vector = vector_seconds(rate, size, hosted, draws)
     mask = mask_seconds(rate, size, degree)
-    worker = rates.receive * size + vector + mask + rates.worker.at(workers)
-    per_parameter = worker_bytes_per_parameter(word, hosted)
+    devices = () if config.gpu is None else device_scales(config.gpu, mechanism, hosted, model)
+    # On a GPU of an unknown rate, words are predicted as if the host computed them.
+    words = max((each.words_seconds for each in devices if each.words_seconds is not None), default=vector + mask)
+    worker = rates.receive * size + words + rates.worker.at(workers)
+    gradient = min((each.model_seconds for each in devices if each.model_seconds is not None), default=0.0)
+    # Sums and words on a GPU leave the host the released parameters and what is sent.
+    per_parameter = FLOAT_BYTES + word if devices else worker_bytes_per_parameter(word, hosted)
     store = worker_store_bytes(size, word) * config.workers_per_node
     aggregators = tuple(aggregator(config, rates, workers, mechanism, ranks) for ranks in config.aggregators)
     chosen = next((each for each in aggregators if fits(config, each)), aggregators[-1])
     control = control_seconds(rates, workers, chosen.ranks)
     step = chosen.spread_seconds + worker + chosen.gather_seconds + chosen.seconds + control
+    deadline = FailureConfig().step_deadline_s
     uses = {
         "worker": (rates.process_bytes + per_parameter * size) * config.workers_per_node / config.process_limit,
         "worker's store": store / config.store_limit,
+        "worker's deadline": (chosen.spread_seconds + worker + gradient) / deadline,
         "aggregator": chosen.bytes / config.process_limit,
         "aggregator's store": chosen.store_bytes / config.store_limit,
+        "aggregator's deadline": (chosen.gather_seconds + chosen.seconds) / deadline,
         "driver": (rates.process_bytes + DRIVER_BYTES * size) / config.process_limit,
     }
-    device = None if config.device is None else device_scale(config.device, mechanism, hosted)
-    if device is not None and device.limit_bytes is not None:
-        uses["device"] = device.memory_bytes / device.limit_bytes
+    limits = [each.memory_bytes / each.limit_bytes for each in devices if each.limit_bytes is not None]
+    if limits:
+        # Of the number of GPUs that leaves the most free.
+        uses["GPU"] = min(limits)
     return Scale(
         workers=workers,
         parameters=size,
@@ -329,7 +349,7 @@ def predict(config: ScaleConfig, rates: Rates, workers: int, mechanism: Mechanis
         step_seconds=step,
         ledger_steps_per_second=1 / rates.ledger_wall,
         start_seconds=start_seconds(config, rates, workers),
-        device=device,
+        devices=devices,
         uses=uses,
         first_limit=max(uses, key=lambda limit: uses[limit]),
     )

@@ -25,8 +25,11 @@ SIZES = (
 )
 """``sent`` is by each worker in a step; ``computing`` is a worker's time and then an aggregator's."""
 
-DEVICES = ("workers", "parameters", "memory", "words, at least", "model, at least")
-"""Of a worker's GPU."""
+DEVICES = ("workers", "GPUs", "frozen", "trained", "sums", "rows", "words", "together", "words take", "model takes")
+"""Of the fullest GPU of a worker. ``rows`` are all micro-batches under way; times are the least."""
+
+THREADS = (1, 8, 32)
+"""Of a worker whose host computes words."""
 
 _UNKNOWN = "not known"
 
@@ -34,7 +37,7 @@ WIDTHS = ("workers", "masks", "control", "start", "ledger")
 
 
 class ScaleTables:
-    """Printed as four tables, and two more of workers on GPUs."""
+    """Printed as four tables, with more of workers on GPUs and of a large model."""
 
     def __init__(self, assumed: ScaleConfig, found: Sequence[Scale | RefusedSize], checked: Check) -> None:
         self._assumed, self._found, self._checked = assumed, found, checked
@@ -51,10 +54,15 @@ class ScaleTables:
         predicted = [each for each in self._found if isinstance(each, Scale)]
         rows = [_row(each) if isinstance(each, Scale) else _refused(each) for each in self._found]
         yield _table("A step after the first, without the gradient", SIZES, rows)
-        on_devices = [(each, each.device) for each in predicted if each.device]
+        on_devices = [(each, device) for each in predicted for device in each.devices]
         if on_devices:
-            yield _table("A worker's GPU in a step", DEVICES, [_device(*each) for each in on_devices])
+            yield _table("The fullest GPU of a worker in a step", DEVICES, [_device(*each) for each in on_devices])
             yield fields_table("Its rates", [("", source) for source in on_devices[0][1].sources or (_UNKNOWN,)])
+        if self._assumed.model:
+            on_threads = [f"{threads} thread" + "s" * (threads > 1) for threads in THREADS]
+            words = [(f"{each.workers:,}", *map(_seconds, _word_seconds(each))) for each in predicted]
+            yield _table("Words on a worker's host instead, at least", ("workers", *on_threads), words)
+            yield _table("What breaks first", ("workers", *["limit"] * 4), [_limits(each) for each in predicted])
         widths = {each.workers: _width(each) for each in reversed(predicted)}
         yield _table("By workers", WIDTHS, [widths[workers] for workers in sorted(widths)])
 
@@ -70,7 +78,6 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 def _row(size: Scale) -> tuple[str, ...]:
     chosen = next(each for each in size.aggregators if each.ranks == size.ranks)
-    limit = f"{size.first_limit} {100 * size.uses[size.first_limit]:.0f} %"
     return (
         f"{size.workers:,}",
         _count(size.parameters),
@@ -81,19 +88,39 @@ def _row(size: Scale) -> tuple[str, ...]:
         _size(size.store_bytes),
         _seconds(size.worker_seconds + chosen.seconds),
         _seconds(chosen.gather_seconds + chosen.spread_seconds),
-        f"[red]{limit}[/red]" if size.breaks else limit,
+        _limit(size, size.first_limit),
     )
 
 
 def _device(size: Scale, device: DeviceScale) -> tuple[str, ...]:
     limit = _UNKNOWN if device.limit_bytes is None else _size(device.limit_bytes)
+    together, full = f"{_size(device.memory_bytes)} of {limit}", device.fullest
+    breaks = device.limit_bytes is not None and device.memory_bytes > device.limit_bytes
     times = (device.words_seconds, device.model_seconds)
+    held = (full.frozen, full.parameters, full.sums, full.micro_batches, device.words_bytes)
     return (
         f"{size.workers:,}",
-        _count(size.parameters),
-        f"{_size(device.memory_bytes)} of {limit}",
+        str(device.gpus),
+        *map(_size, held),
+        f"[red]{together}[/red]" if breaks else together,
         *(_UNKNOWN if seconds is None else _seconds(seconds) for seconds in times),
     )
+
+
+def _word_seconds(size: Scale) -> list[float]:
+    """Return a worker's seconds for its words by `THREADS`, if threads share the work evenly."""
+    return [(size.vector_seconds + size.mask_seconds) / threads for threads in THREADS]
+
+
+def _limits(size: Scale) -> tuple[str, ...]:
+    """Return the limits that are used most."""
+    most = sorted(size.uses, key=lambda limit: -size.uses[limit])[:4]
+    return (f"{size.workers:,}", *(_limit(size, limit) for limit in most))
+
+
+def _limit(size: Scale, limit: str) -> str:
+    told = f"{limit} {100 * size.uses[limit]:.0f} %"
+    return f"[red]{told}[/red]" if size.uses[limit] > 1 else told
 
 
 def _width(size: Scale) -> tuple[str, ...]:

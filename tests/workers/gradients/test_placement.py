@@ -1,4 +1,7 @@
-"""A model over several devices: the bytes of the model on one, or a refusal by name; see `tagged_devices.py`."""
+"""A model over several devices: the bytes of the model on one, or a refusal by name.
+
+The devices are those of `raycloak_lab.scale.tagged_devices`.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,9 +24,9 @@ from raycloak.workers.models.compute_mode import ComputeMode
 from raycloak.workers.models.losses import cross_entropy, next_token_cross_entropy
 from raycloak.workers.models.models import read_flat, twin_of
 from raycloak.workers.models.text_model import TextModel
+from raycloak_lab.scale.tagged_devices import Devices, devices, tagged
 from tests.workers.gradients import model_zoo
 from tests.workers.gradients.model_zoo import LENGTH, VOCABULARY, ZOO, Case
-from tests.workers.gradients.tagged_devices import Devices, devices, tagged
 from tests.workers.gradients.test_clipping import mechanism
 from tests.workers.gradients.test_compute_modes import text_model
 
