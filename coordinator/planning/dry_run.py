@@ -43,6 +43,7 @@ from raycloak.workers.gradients.clipping import check_batch
 from raycloak.workers.gradients.environment import own_flags, widest_shared
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import slow_products
+from raycloak.workers.gradients.placement import bytes_over
 from raycloak.workers.gradients.row_memory import FEWEST_ROWS, largest_rows, scored_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import DatasetForm, SteadyDataset, dataset_form
@@ -118,6 +119,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         features=facts.opened.features_text(form),
         data_check=recorded_check(facts.data.fingerprint),
         groups=groups,
+        gpu_bytes=_gpu_bytes(model, config),
     )
 
 
@@ -208,6 +210,14 @@ def _left_to_workers(rows: int) -> str:
         f"it has over {LARGEST_IN_DRIVER / 1e9:.0f} GB, so this plan did not run it: each worker checks it before "
         f"anything is charged, and measures how many rows it holds at once; here {rows} are assumed."
     )
+
+
+def _gpu_bytes(model: nn.Module, config: RunConfig) -> tuple[int, ...]:
+    """Return the bytes on each GPU of a worker; ModelError ``unsplittable_model`` if they cannot share the model."""
+    if not config.use_gpu:
+        return ()
+    # A share of a GPU holds a whole model, and a worker that nobody gives a number of them has at most one.
+    return tuple(bytes_over(model, max(1, int(config.placement.resources_per_worker.get("GPU", 1)))))
 
 
 def _device(config: RunConfig) -> str:

@@ -123,6 +123,7 @@ class Plan:
         data_sealed: whether the examples are encrypted for the run's policy, so that the driver cannot read them.
         data_check: digest of the owner's check that this very data passed; None if none is recorded.
         groups: what the update rule does otherwise for some tensors, in words; not part of a run's plan.
+        gpu_bytes: of parameters and sums on each GPU of a worker; empty on CPUs, and in a run's plan.
         evaluation_data: how the evaluation split is kept; None without one.
         key_service: address of the data owner's key service, which gives the second half of every virtual-worker key.
         warnings: sentences for the reader; nothing here stops a run.
@@ -157,6 +158,7 @@ class Plan:
     warnings: tuple[str, ...]
     data_check: str | None = None
     groups: tuple[str, ...] = ()
+    gpu_bytes: tuple[int, ...] = ()
     features: str = ""
     epsilon_by_accountant: dict[str, float] = field(default_factory=dict)
     accountants_not_computed: dict[str, str] = field(default_factory=dict)

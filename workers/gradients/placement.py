@@ -128,7 +128,11 @@ def devices_of(module: nn.Module) -> tuple[torch.device, ...]:
 
 
 def bytes_over(module: nn.Module, count: int) -> list[int]:
-    """Return the bytes that parameters, buffers and sums would take on each of so many devices; errors as :func:`place`."""
+    """Return the bytes that parameters, buffers and sums would take on each of so many devices.
+
+    Raises:
+        ModelError: ``unsplittable_model`` as :func:`place`.
+    """
     return [sum(map(_weight, _unique(_tensors(module))))] if count == 1 else _best_division(module, count).sizes
 
 

@@ -124,6 +124,9 @@ def _size_rows(plan: "Plan") -> Iterator[tuple[str, str]]:
         yield "evaluation data", evaluation_text(plan.evaluation_data)
     yield from keys_rows(plan.key_service)
     yield "object store", f"{size_text(plan.object_store_bytes)} at most"
+    if plan.gpu_bytes:
+        each = ", ".join(map(size_text, plan.gpu_bytes))
+        yield "GPUs of a worker", f"{each}: parameters and sums, without rows and words"
     yield from (("warning", warning) for warning in plan.warnings)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.planning.dry_run import plan_of
@@ -185,3 +186,16 @@ def test_a_plan_tries_the_model_at_the_physical_size_of_the_run(tmp_path: Path):
     plan_of(settings, base)
     with pytest.raises(ModelError, match="mixing_layer"):
         plan_of(settings.model_copy(update={"micro_batch_size": 8}), base)
+
+
+def test_a_plan_shows_the_bytes_on_each_gpu_of_a_worker(tmp_path: Path):
+    on_gpus = GOOD | {"use_gpu": True}
+    assert plan_of(parse_config(GOOD), tmp_path).gpu_bytes == ()
+    # Four bytes a parameter, and eight for the sum.
+    assert plan_of(parse_config(on_gpus), tmp_path).gpu_bytes == (12 * 4810,)
+    plan = plan_of(parse_config(on_gpus | {"placement": {"resources_per_worker": {"GPU": 2}}}), tmp_path)
+    # A hidden layer and an output layer.
+    assert plan.gpu_bytes == (12 * 65 * 64, 12 * 65 * 10)
+    assert dict(plan_rows(plan))["GPUs of a worker"].startswith("49.9 kB, 7.8 kB: parameters and sums")
+    with pytest.raises(ModelError, match="unsplittable_model"):
+        plan_of(parse_config(on_gpus | {"placement": {"resources_per_worker": {"GPU": 8}}}), tmp_path)
