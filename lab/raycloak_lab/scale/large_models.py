@@ -40,17 +40,18 @@ _LLAMA: Final = {"model_type": "llama", "dtype": "bfloat16"}
 _SHAPES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
-def _llama(*shapes: int, vocabulary: int, tied: bool = False) -> dict[str, Any]:
+def llama(*shapes: int, vocabulary: int, tied: bool = False) -> dict[str, Any]:
+    """Return the settings of a Llama: `_SHAPES` in their order, the vocabulary, and whether it is tied to the head."""
     named = zip(_SHAPES, shapes, strict=True)
     return _LLAMA | dict(named) | {"vocab_size": vocabulary, "tie_word_embeddings": tied}
 
 
 KNOWN: Final[Mapping[str, dict[str, Any]]] = {
-    "llama-3.2-1b": _llama(2048, 8192, 16, 32, 8, vocabulary=128_256, tied=True),
-    "llama-3.1-8b": _llama(4096, 14_336, 32, 32, 8, vocabulary=128_256),
-    "llama-2-7b": _llama(4096, 11_008, 32, 32, 32, vocabulary=32_000),
-    "llama-2-13b": _llama(5120, 13_824, 40, 40, 40, vocabulary=32_000),
-    "llama-2-70b": _llama(8192, 28_672, 80, 64, 8, vocabulary=32_000),
+    "llama-3.2-1b": llama(2048, 8192, 16, 32, 8, vocabulary=128_256, tied=True),
+    "llama-3.1-8b": llama(4096, 14_336, 32, 32, 8, vocabulary=128_256),
+    "llama-2-7b": llama(4096, 11_008, 32, 32, 32, vocabulary=32_000),
+    "llama-2-13b": llama(5120, 13_824, 40, 40, 40, vocabulary=32_000),
+    "llama-2-70b": llama(8192, 28_672, 80, 64, 8, vocabulary=32_000),
 }
 """Shapes by name, as the models' own ``config.json`` have them."""
 

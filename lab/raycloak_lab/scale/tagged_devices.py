@@ -50,7 +50,7 @@ class Tagged(Tensor):
 
     def tolist(self) -> Any:
         """Return the numbers, which torch gives of its own kinds of tensor alone."""
-        return self.numbers.tolist()  # type: ignore[no-untyped-call]
+        return self.numbers.tolist()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory that holds the numbers, which views share."""
