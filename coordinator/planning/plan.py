@@ -166,13 +166,9 @@ class Plan:
 
     @property
     def aggregator_bytes(self) -> int:
-        """The most that an aggregator of all parameters takes of its node, the object store included.
-
-        Its vault has a copy of what it is given, which is the masked vectors of one attempt, parameters and state. It
-        makes the average, and parameters and state anew, and copies these once more to answer.
-        """
+        """The most that an aggregator of all parameters takes of its node, the object store included."""
         released = self.object_store_bytes // 2 - self.bytes_per_step
-        return self.object_store_bytes + self.bytes_per_step + 4 * self.mechanism.dimension + 3 * released
+        return self.object_store_bytes + reduce_bytes(self.mechanism.dimension, self.bytes_per_step, released)
 
     @property
     def epsilon_curve(self) -> tuple[tuple[int, float], ...]:
@@ -275,6 +271,20 @@ def make_plan(
         key_service=config.key_service.address if config.key_service else None,
         warnings=(*_warnings(config, mechanism, steps), *generous),
     )
+
+
+def reduce_bytes(dimension: int, masked_bytes: int, released_bytes: int) -> int:
+    """Return what the vault of an aggregator holds at once, beside the object store.
+
+    It has a copy of what it is given, which is the masked vectors of one attempt, parameters and state. It makes the
+    average, and parameters and state anew, and copies these once more to answer.
+
+    Args:
+        dimension: number of parameters.
+        masked_bytes: of the vectors of all workers.
+        released_bytes: of parameters and state.
+    """
+    return masked_bytes + 4 * dimension + 3 * released_bytes
 
 
 def plan_mechanism(

@@ -19,7 +19,7 @@ from raycloak.coordinator.config.run import MOST_VIRTUAL_WORKERS, RunConfig, app
 from raycloak.coordinator.config.section import Section, validated
 from raycloak.coordinator.config.sections import FailureConfig
 from raycloak.coordinator.planning.batches import hosted_at_most
-from raycloak.coordinator.planning.plan import plan_mechanism
+from raycloak.coordinator.planning.plan import plan_mechanism, reduce_bytes
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.mechanism import Mechanism
@@ -32,8 +32,8 @@ GB = 1e9
 STORE_SHARE, MOST_STORE_BYTES = 0.3, 200 * GB
 """Ray gives its object store 30 % of a node's memory by default, and never more than 200 GB."""
 
-DRIVER_BYTES = 2 * FLOAT_BYTES
-"""At the end the driver holds the final parameters, and their bytes on the way to the file; bytes a parameter."""
+DRIVER_BYTES = FLOAT_BYTES
+"""At the end the driver holds the final parameters; bytes a parameter."""
 
 SAMPLE_RATE = 1e-3
 """Of the assumed runs. It moves the size of a batch's cut alone."""
@@ -393,13 +393,13 @@ def aggregator(config: ScaleConfig, rates: Rates, workers: int, mechanism: Mecha
     its node's object store at once, of two attempts at most, and so do parameters and optimizer state, old and new.
     Its link carries its range to every worker and every worker's range to it; nodes that pass on copies would help.
     """
-    size, word = mechanism.dimension / ranks, mechanism.ring_bits // 8
-    rate, state = rates.words[mechanism.ring_bits], RULES[config.optimizer].state_tensors
+    whole, word = mechanism.dimension, mechanism.ring_bits // 8
+    size, rate, state = whole / ranks, rates.words[mechanism.ring_bits], RULES[config.optimizer].state_tensors
+    held = reduce_bytes(whole, workers * word * whole, (1 + state) * FLOAT_BYTES * whole)
     return AggregatorScale(
         ranks=ranks,
         seconds=size * (workers * rate.tag + rate.averaged.at(workers) + rates.update) + rates.aggregator.at(workers),
-        # The average, the new parameters and the new state.
-        bytes=rates.process_bytes + (2 + state) * FLOAT_BYTES * size,
+        bytes=rates.process_bytes + held / ranks,
         store_bytes=2 * size * (workers * word + (1 + state) * FLOAT_BYTES),
         gather_seconds=max(workers * size * word, mechanism.dimension * word) / config.bytes_per_second,
         spread_seconds=max(workers * size, mechanism.dimension) * FLOAT_BYTES / config.bytes_per_second,

@@ -55,7 +55,8 @@ def test_a_size_is_predicted_by_the_formulas_of_the_documentation():
     assert found.worker_seconds == pytest.approx(size * (1e-9 + noise + 7 * 1e-9 + 0.5e-9))
     one, four = found.aggregators
     assert one.seconds == pytest.approx(size * (8 * 0.5e-9 + 1.8e-9 + 3e-9))
-    assert one.bytes == 12 * size
+    # The vectors, the average, and parameters and momentum three times.
+    assert one.bytes == (8 * 4 + 4 + 3 * 8) * size
     assert one.store_bytes == 2 * size * (8 * 4 + 8)
     assert four.seconds == pytest.approx(one.seconds / 4)
     assert one.gather_seconds == pytest.approx(8 * 4 * size / 1.25e9)
@@ -76,7 +77,7 @@ def test_the_fewest_aggregators_that_fit_are_shown_and_what_does_not_fit_is_name
 
 def test_hosting_several_and_state_take_memory():
     assert predicted(workers=[2]).worker_bytes == 20 * 10**8
-    assert predicted(optimizer="adam").aggregators[0].bytes == 16 * 10**8
+    assert predicted(optimizer="adam").aggregators[0].bytes == (8 * 4 + 4 + 3 * 12) * 10**8
 
 
 def test_masks_are_those_of_the_mask_graph_above_32_workers():
