@@ -28,7 +28,7 @@ from raycloak.workers.gradients.row_memory import mechanism_of_rows
 from raycloak.workers.models.losses import next_token_cross_entropy
 from raycloak.workers.models.models import read_flat
 from raycloak.workers.models.text_model import as_text_model
-from tests.workers.gradients.tagged_devices import devices, tagged
+from raycloak_lab.scale.tagged_devices import devices, tagged
 
 ROWS, TOKENS, BATCHES = 4, 32, 6
 COUNTS = (1, 2, 4)
