@@ -1,6 +1,6 @@
-"""The prediction of a step at sizes that nobody can try, from rates of this machine.
+"""The prediction of a step at sizes that nobody can try, from rates of this machine, and of a model too large for it.
 
-Doors: calibration, simulation, tables.
+Doors: calibration, large_models, simulation, tables.
 
 May import: `raycloak`.
 """

@@ -27,7 +27,6 @@ from raycloak.metrics.errors import ConfigError
 from raycloak.workers.gradients.clipping import ClippedSum, in_flight
 from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.gradients.placement import place
-from raycloak.workers.gradients.row_places import SilentRows
 from raycloak.workers.inputs.hub_files import library, quiet
 from raycloak.workers.models.compute_mode import ComputeMode
 from raycloak.workers.models.dropout import silence_config
@@ -151,7 +150,7 @@ def on_gpus(module: nn.Module, count: int, rows: int, tokens: int, memory: str =
             sums = Counter(live.now)
             with gradients.lent():
                 begun = [gradients.begun(ids, ids) for _ in range(in_flight(count))]
-                clipped.add(gradients.finished(*begun.pop(0), SilentRows(~valid)), valid)
+                clipped.add(gradients.finished(*begun.pop(0)), valid)
     found = list[GpuBytes]()
     for home in homes:
         here = [each for each in (*module.parameters(), *module.buffers()) if each.device == home]
