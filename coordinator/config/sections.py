@@ -103,6 +103,7 @@ class DPConfig(Section):
         noise_multiplier: z, if it is given instead of solved.
         epsilon_cap: hard cap of an account that the run opens; ``target_epsilon`` if absent.
         max_grad_norm: C.
+        clipping: ``norm`` multiplies a gradient of norm N by min(1, C / N), ``normalised`` by C / (N + 0.01).
         colluding_workers: T, workers whose noise does not count. Each needs its own machine: keys are then counted by
             platform and GPU, and no machine gets more than ``min_workers`` workers make necessary.
         accountant: the accountant that solves the noise and holds the account. ``auto`` is ``pld`` for an account that
@@ -117,6 +118,7 @@ class DPConfig(Section):
     max_grad_norm: float = Field(
         default=1.0, ge=2.0**-100, le=2.0**100
     )  # those of `raycloak.workers.terms.mechanism`, whose import takes long
+    clipping: Literal["norm", "normalised"] = "norm"
     colluding_workers: int = Field(default=0, ge=0)
     accountant: Literal["auto", "rdp", "pld"] = "auto"
 
@@ -126,6 +128,8 @@ class DPConfig(Section):
             raise ValueError("give exactly one of target_epsilon and noise_multiplier")
         if self.enabled and self.target_epsilon is None and self.epsilon_cap is None:
             raise ValueError("noise_multiplier needs an epsilon_cap")
+        if not self.enabled and self.clipping != "norm":
+            raise ValueError("clipping belongs to private runs; without privacy, no gradient is clipped")
         return self
 
 

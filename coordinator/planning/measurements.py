@@ -197,6 +197,7 @@ def _measurement(
             "sample_rate": 1.0,
             "steps": release.count,
             "max_grad_norm": NORM,
+            "clipping": "norm",
             "noise_multiplier": release.noise_multiplier,
             "expected_batch_size": float(divisor),
             "dimension": dimension,

@@ -337,6 +337,7 @@ def plan_mechanism(
         sample_rate=sample_rate,
         steps=config.planned_steps,
         max_grad_norm=config.dp_config.max_grad_norm,
+        clipping=config.dp_config.clipping,
         noise_multiplier=noise,
         honest_share=honest_share,
         expected_batch_size=config.batch_size,

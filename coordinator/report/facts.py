@@ -100,9 +100,10 @@ def sampling_rows(run: RunData) -> Rows:
     cap, delta = budget_of(run)
     others = "the most examples that all steps could have" if sent else "the number of examples"
     most = mechanism.num_examples * (mechanism.steps if sent else 1)
+    normalised = ", normalised" if mechanism.clipping == "normalised" else ""
     return [
         *rows,
-        ("clipping norm", f"{mechanism.max_grad_norm:g}, of one example's gradient"),
+        ("clipping norm", f"{mechanism.max_grad_norm:g}, of one example's gradient{normalised}"),
         ("noise multiplier", f"{mechanism.noise_multiplier:.6g}"),
         ("noise counted on", f"{mechanism.honest_share:.0%} of the virtual workers"),
         ("δ", f"{delta:g}; one over {others} is {1 / most:.2g}"),

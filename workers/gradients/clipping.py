@@ -39,6 +39,8 @@ MAX_ROWS = 2**17
 CLIP_MARGIN = 2.0**-16
 _GAMMA = (ROW_BLOCK + 2) * 2.0**-24 / (1 - (ROW_BLOCK + 2) * 2.0**-24)
 BLOCK_MARGIN = (2 * ROW_BLOCK + 1) * _GAMMA
+STABILITY = 0.01
+"""The gamma of normalised clipping, in units of a gradient's norm: the value that its authors use everywhere."""
 # Gradients that nothing clips are added in float32 too, where no sum may overflow.
 _LARGEST_SQUARE = 2.0**240
 MicroBatch = tuple[NDArray[np.float32] | NDArray[np.int64], NDArray[np.float32] | NDArray[np.int64], NDArray[np.bool_]]
@@ -65,18 +67,32 @@ class ClippedSum:
       2^-17 * T' for both totals together.
     * (1 - 2^-16) * (1 + 2^-19) * (1 + 2^-16.9) < 1, so the difference is below C.
 
+    Normalised clipping weighs a row by T / (norm + `STABILITY`), which is at most T / norm. It is above 1 for a small
+    norm, where a weighted side could overflow. So rows are added as for C = `STABILITY`, with weights below 1, and
+    :meth:`pieces` multiplies the sum by C / `STABILITY`.
+
     Args:
         sizes: number of coordinates of each tensor, in canonical order.
         clip: C, or None to add gradients as they are (data declared public); non-finite ones still contribute zero.
         device: where the gradients are, or the device of each tensor's.
+        normalised: whether rows are normalised instead of clipped.
 
     Raises:
         RefusedError: ``proof_bound`` outside these bounds.
     """
 
-    def __init__(self, sizes: Sequence[int], clip: float | None, device: torch.device | Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        clip: float | None,
+        device: torch.device | Sequence[torch.device],
+        normalised: bool = False,
+    ) -> None:
         require_bound(sum(sizes) <= MAX_DIMENSION, "a sum has at most 2^34 coordinates")
         require_bound(clip is None or MIN_CLIP <= clip <= MAX_CLIP, "a clip is within 2^-100 .. 2^100")
+        self._stability, self._scale = 0.0, 1.0
+        if normalised and clip is not None:
+            self._stability, self._scale, clip = STABILITY, clip / STABILITY, STABILITY
         self._target = None if clip is None else clip * (1.0 - CLIP_MARGIN) / (1.0 + BLOCK_MARGIN)
         devices = [device] * len(sizes) if isinstance(device, torch.device) else device
         self._pieces, self._targets = list[Tensor](), list[Tensor]()
@@ -126,7 +142,16 @@ class ClippedSum:
                 part.add(weights, target)
 
     def pieces(self) -> tuple[Tensor, ...]:
-        """Return the sum in float64, d together: a piece for each run of tensors on one device; the object's memory."""
+        """Return the sum in float64, d together: a piece for each run of tensors on one device; the object's memory.
+
+        Nothing is added afterwards.
+        """
+        scale, self._scale = self._scale, 1.0
+        if scale != 1.0:
+            with exact_sums():
+                for piece in self._pieces:
+                    # In place, because another float64 vector of a large model would not fit.
+                    piece *= scale
         return tuple(self._pieces)
 
     def _weights(self, squares: Tensor, valid: Tensor) -> Tensor:
@@ -135,7 +160,8 @@ class ClippedSum:
             scale = (squares <= _LARGEST_SQUARE).double()
         else:
             # Down, because a row shall not exceed its target.
-            scale = rounded_down((self._target / squares.sqrt()).clamp(max=1.0), torch.float32).double()
+            ratio = self._target / (squares.sqrt() + self._stability)
+            scale = rounded_down(ratio.clamp(max=1.0), torch.float32).double()
         return torch.where(valid & squares.isfinite(), scale, 0.0)
 
 
@@ -261,7 +287,8 @@ class GradientEngine:
         mechanism, clock = self._mechanism, self._clock
         clock.begin("copy")
         self._load(parameters)
-        clipped = ClippedSum(self.sizes, mechanism.max_grad_norm if mechanism.private else None, self._homes)
+        clip, normalised = mechanism.max_grad_norm if mechanism.private else None, mechanism.clipping == "normalised"
+        clipped = ClippedSum(self.sizes, clip, self._homes, normalised)
         counted = self.counted = None
         if not mechanism.private:
             counted = ExampleCounter()

@@ -28,6 +28,8 @@ MIN_CLIP, MAX_CLIP = 2.0**-100, 2.0**100
 # Every whole number up to here is a float.
 _MAX_COUNT = 2**53
 
+Clipping = Literal["norm", "normalised"]
+
 AccountantName = Literal["rdp", "pld"]
 """Accountants that can hold a cap: Renyi differential privacy, or privacy loss distributions."""
 
@@ -66,6 +68,8 @@ class Mechanism(NoiseTerms, Message):
         accountant: which accountant holds the cap.
         max_participations: k of sent data: most releases that one example takes part in, whoever chooses them. None for
             a dataset, every example of which may take part in every release, and then left out of the bytes.
+        clipping: whether gradients longer than C are shortened to it (``norm``, then left out of the bytes), or all are
+            brought near it (``normalised``); see `raycloak.workers.gradients.clipping.ClippedSum`.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/mechanism/v1"
@@ -85,6 +89,7 @@ class Mechanism(NoiseTerms, Message):
     mask_split_probability: float = Field(default=0.0, exclude_if=lambda chance: chance == 0)
     accountant: AccountantName = "rdp"
     max_participations: int | None = Field(default=None, gt=0, exclude_if=lambda bound: bound is None)
+    clipping: Clipping = Field(default="norm", exclude_if=lambda clipping: clipping == "norm")
 
     @model_validator(mode="after")
     def _sent_examples_are_all_used(self) -> Self:
@@ -115,6 +120,8 @@ class Mechanism(NoiseTerms, Message):
         yield "dimension", "it must be in [1, 2^34]", 1 <= self.dimension <= MAX_DIMENSION
         for name in ("overflow_probability", "mask_split_probability"):
             yield name, "it must be in [0, 1)", 0 <= getattr(self, name) < 1
+        of_gradients = self.private and self.query == "gradient"
+        yield "clipping", "only gradients that are private are normalised", self.clipping == "norm" or of_gradients
         yield "honest_share", "it must be in (0, 1]", 0 < self.honest_share <= 1
         whole = self.honest_share == honest_share_of(self.virtual_workers, self.uncounted_shares)
         yield "honest_share", "it must leave out a whole number of virtual workers", whole

@@ -47,7 +47,8 @@ def adapter_rows(config: "RunConfig", plan: "Plan") -> list[tuple[str, str]]:
 def plan_rows(plan: "Plan") -> Iterator[tuple[str, str]]:
     """Yield label and text of each line of a plan, in order."""
     mechanism = plan.mechanism
-    yield "noise multiplier", f"{mechanism.noise_multiplier:.4g}, clipping norm {mechanism.max_grad_norm:g}"
+    normalised = ", normalised" if mechanism.clipping == "normalised" else ""
+    yield "noise multiplier", f"{mechanism.noise_multiplier:.4g}, clipping norm {mechanism.max_grad_norm:g}{normalised}"
     if mechanism.max_participations is not None:
         most = f"{mechanism.num_examples:,} at most in a step, {mechanism.expected_batch_size:g} expected"
         yield "examples", most

@@ -55,6 +55,7 @@ def test_the_good_configuration_is_accepted():
         ("dp_config.noise_multiplier", 1.0, "exactly one of target_epsilon and noise_multiplier"),
         ("dp_config.target_epsilon", None, "exactly one of target_epsilon and noise_multiplier"),
         ("dp_config", {"noise_multiplier": 1.0}, "noise_multiplier needs an epsilon_cap"),
+        ("dp_config", {"enabled": False, "clipping": "normalised"}, "clipping belongs to private runs"),
         ("dp_config", {"noise_multiplier": 1e300, "epsilon_cap": 1.0}, "noise_multiplier: .* less than or equal"),
         ("batch_size_per_worker", 8, "exactly one of batch_size_per_worker and expected_batch_size"),
         ("expected_batch_size", None, "exactly one of batch_size_per_worker and expected_batch_size"),

@@ -111,6 +111,17 @@ def test_every_update_rule_is_exact_for_any_ranges(tmp_path, optimizer):
     assert len(set(first.digests)) == 3
 
 
+def test_normalised_gradients_are_exact_and_measured_examples_stay_as_they_are(tmp_path):
+    measured = {"measurements": {"class_counts": {"classes": 3, "noise_multiplier": 2.0}}}
+    settings = {"dp_config": {**RENYI, "epsilon_cap": 40.0, "clipping": "normalised"}, **measured}
+    first = trained(tmp_path / "1", **settings)
+    second = trained(tmp_path / "2", num_workers=2, aggregators=2, **settings)
+    assert first.digests == second.digests
+    clipped = trained(tmp_path / "3", **settings | {"dp_config": {**RENYI, "epsilon_cap": 40.0}})
+    assert not set(first.digests) & set(clipped.digests)
+    assert [each.clipping for each in first.finished.manifest.computation.mechanisms] == ["normalised", "norm"]
+
+
 @pytest.mark.parametrize("bits", [32, 64])
 def test_both_rings_are_exact(tmp_path, bits):
     """And vectors of two micro-batches."""

@@ -135,24 +135,26 @@ PARTS: dict[str, Callable[[Tensor, Tensor, int], Part]] = {
 }
 
 
-def total_of(parts: list[Part], sizes: list[int], clip: float, valid: Tensor) -> list[Fraction]:
-    total = ClippedSum(sizes, clip, CPU)
+def total_of(
+    parts: list[Part], sizes: list[int], clip: float, valid: Tensor, normalised: bool = False
+) -> list[Fraction]:
+    total = ClippedSum(sizes, clip, CPU, normalised)
     # The second half is another micro-batch.
     total.add(parts, valid)
     total.add(parts, torch.ones(ROWS, dtype=torch.bool))
     return [Fraction(float(each)) for each in torch.cat(total.pieces()).numpy()]
 
 
-def largest_move(parts: list[Part], clip: float) -> Fraction:
+def largest_move(parts: list[Part], clip: float, normalised: bool = False) -> Fraction:
     """Return the square of the largest change of the total by one row, in units of C², exactly."""
     sizes = [part.rows().shape[1] for part in parts]
     everyone = torch.ones(ROWS, dtype=torch.bool)
-    whole = total_of(parts, sizes, clip, everyone)
+    whole = total_of(parts, sizes, clip, everyone, normalised)
     largest = Fraction(0)
     for row in range(ROWS):
         absent = everyone.clone()
         absent[row] = False
-        without = total_of(parts, sizes, clip, absent)
+        without = total_of(parts, sizes, clip, absent, normalised)
         largest = max(largest, sum(((a - b) ** 2 for a, b in zip(whole, without, strict=True)), Fraction(0)))
     return largest / Fraction(clip) ** 2
 
@@ -164,6 +166,35 @@ def test_no_row_moves_the_total_by_more_than_c(form: str, kind: str) -> None:
         left, right = sides(kind, seed)
         for clip in (1.0, 2.0**-14, 3.7e-9, 2.0**40):
             assert largest_move([PARTS[form](left, right, seed)], clip) <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", PARTS)
+def test_no_normalised_row_moves_the_total_by_more_than_c(form: str, kind: str) -> None:
+    left, right = sides(kind, 0)
+    for clip in (1.0, 2.0**-100, 3.7e-9, 2.0**100):
+        assert largest_move([PARTS[form](left, right, 0)], clip, normalised=True) <= 1
+
+
+def test_a_normalised_row_of_sides_far_apart_does_not_overflow() -> None:
+    """A side times a weight above 1 would be infinite, though the row is short."""
+    part = OuterPart(torch.full((1, 1), 2.0**-100), torch.full((1, 1), 2.0**100))
+    total = ClippedSum([1], 2.0**100, CPU, normalised=True)
+    total.add([part], torch.ones(1, dtype=torch.bool))
+    assert total.pieces()[0].item() == pytest.approx(2.0**100 / (1 + clipping.STABILITY), rel=1e-3)
+
+
+def test_normalised_rows_are_all_near_the_bound() -> None:
+    rows = torch.tensor([[3.0, 4.0], [0.3, -0.4], [0.0, 0.0]])
+    total = ClippedSum([2], 2.0, CPU, normalised=True)
+    total.add([DensePart(rows)], torch.tensor([True, True, True]))
+    weights = [2.0 / (norm + clipping.STABILITY) for norm in (5.0, 0.5, 0.0)]
+    expected = [
+        sum(weight * row[place] for weight, row in zip(weights, rows.tolist(), strict=True)) for place in (0, 1)
+    ]
+    # Less what the target leaves below C; and asked for again, nothing is scaled twice.
+    for _ in range(2):
+        assert total.pieces()[0].tolist() == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

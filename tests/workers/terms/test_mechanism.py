@@ -52,7 +52,7 @@ def test_changing_any_field_changes_the_digest(name: str):
 
 
 def test_every_field_is_covered_by_this_test():
-    fixed = {"unit", "adjacency", "accountant", "max_participations", "mask_split_probability"}
+    fixed = {"unit", "adjacency", "accountant", "max_participations", "mask_split_probability", "clipping"}
     assert set(Mechanism.model_fields) == set(VALUES) | fixed
 
 
@@ -206,6 +206,16 @@ def test_what_delta_pays_for_masks_is_in_the_digest_and_left_out_of_the_bytes_wh
     assert paid.digest() != MECHANISM.digest()
     assert parse(Mechanism, paid.encode()) == paid
     assert b"mask_split_probability" not in MECHANISM.encode()
+
+
+def test_normalised_clipping_is_in_the_digest_and_of_private_gradients_alone():
+    normalised = Mechanism(**VALUES | {"clipping": "normalised"})
+    assert normalised.digest() != MECHANISM.digest()
+    assert parse(Mechanism, normalised.encode()) == normalised
+    assert b"clipping" not in MECHANISM.encode()
+    for other in (TOGETHER, {"private": False, "sigma": 0.0, "noise_multiplier": 0.0}):
+        with pytest.raises(ProtocolError, match=r"mechanism_bounds: .* only gradients that are private are normalised"):
+            Mechanism(**VALUES | other | {"clipping": "normalised"})
 
 
 def test_the_bound_on_participations_is_in_the_digest():
