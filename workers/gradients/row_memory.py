@@ -43,7 +43,7 @@ MOST_SCORED = 256
 """More rows no longer make a forward pass faster."""
 
 _TRIED = (4, 6)
-"""Two sizes show what a row adds. Small ones, because the gradients of a large model may all be alive at once."""
+"""The first two sizes that are tried. Small ones, because the gradients of a large model may all be alive at once."""
 
 
 def largest_rows(
@@ -66,14 +66,13 @@ def largest_rows(
             the blocks that sums are cut into there.
         most_bytes: that one micro-batch may take; as ``device`` has them by default.
     """
-    few, more = (_micro_batch_bytes(module, form, loss_fn, rows, deterministic, vocabulary) for rows in _TRIED)
-    row = max(1, -(-(more - few) // (_TRIED[1] - _TRIED[0])))
-    fixed = max(0, few - _TRIED[0] * row)
-    most, rows = most_bytes or MICRO_BATCH_BYTES[device], MOST_ROWS
-    cached = CACHED_BYTES if device == "cpu" else most
-    while rows > FEWEST_ROWS and (rows * row > cached or fixed + rows * row > most):
-        rows //= 2
-    return rows
+    most = most_bytes or MICRO_BATCH_BYTES[device]
+    return _rows_that_fit(
+        lambda rows: _micro_batch_bytes(module, form, loss_fn, rows, deterministic, vocabulary),
+        range(FEWEST_ROWS, MOST_ROWS + 1),
+        most,
+        CACHED_BYTES if device == "cpu" else most,
+    )
 
 
 def scored_rows(
@@ -89,18 +88,39 @@ def scored_rows(
     """
     probes = Probes(form, vocabulary or 2, device=device_of(module))
     losses = ModelLosses(module, RowLoss.of(loss_fn))
-    peaks = list[int]()
+    held = [*module.parameters(), *module.buffers()]
+
+    def measured(rows: int) -> int:
+        batch = next(probes.draws(rows)).before
+        return peak_bytes(lambda: losses(batch.features, batch.labels), held)
+
+    most = most_bytes or MICRO_BATCH_BYTES[device_of(module).type]
     with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings(action="ignore"):
         torch.default_generator.manual_seed(1)
-        for rows in _TRIED:
-            batch = next(probes.draws(rows)).before
-            held = chain(module.parameters(), module.buffers())
-            peaks.append(peak_bytes(lambda batch=batch: losses(batch.features, batch.labels), held))  # type: ignore[misc]
-    row = max(1, -(-(peaks[1] - peaks[0]) // (_TRIED[1] - _TRIED[0])))
-    most, rows = most_bytes or MICRO_BATCH_BYTES[device_of(module).type], MOST_SCORED
-    while rows > 1 and rows * row > most:
-        rows //= 2
-    return rows
+        return _rows_that_fit(measured, range(1, MOST_SCORED + 1), most, most)
+
+
+def _rows_that_fit(measured: Callable[[int], int], allowed: range, most: int, cached: int) -> int:
+    """Return the largest power of two within ``allowed`` that all memory and the rows' own part of it hold.
+
+    The peak is the largest of several moments, each of which a row adds bytes to. At few rows it may be one that hardly
+    grows, such as a head's that computes row after row. So what a row adds is taken for granted only up to twice as
+    many rows as were tried, or where all bytes of the last trial would fit once for each of its rows.
+
+    Args:
+        measured: from a number of rows to the bytes that they take at once.
+        most, cached: bytes for all, and for what rows add.
+    """
+    tried, peaks = list(_TRIED), [measured(rows) for rows in _TRIED]
+    while True:
+        row = max(1, -(-(peaks[-1] - peaks[-2]) // (tried[-1] - tried[-2])))
+        fixed, rows = max(0, peaks[-1] - tried[-1] * row), allowed[-1]
+        while rows > allowed[0] and (rows * row > cached or fixed + rows * row > most):
+            rows //= 2
+        if rows <= 2 * tried[-1] or rows * peaks[-1] <= min(most, cached) * tried[-1]:
+            return rows
+        tried.append(2 * tried[-1])
+        peaks.append(measured(tried[-1]))
 
 
 def _micro_batch_bytes(

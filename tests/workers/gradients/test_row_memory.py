@@ -32,6 +32,13 @@ class Mean(nn.Module):
         return rows.reshape(len(rows), -1, 2).mean(1)
 
 
+class Scratch(nn.Module):
+    """Takes 4 MiB for a moment, however many rows there are."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * torch.ones(2**20).mean()
+
+
 def rows_of(module: nn.Module) -> int:
     return largest_rows(module, form(4), loss)
 
@@ -45,6 +52,16 @@ def test_a_row_that_takes_more_memory_leaves_room_for_fewer(monkeypatch: pytest.
     narrow, wider = rows_of(wide(2**13)), rows_of(wide(2**16))
     assert 4 * wider <= narrow <= 16 * wider
     assert narrow < MOST_ROWS
+
+
+@pytest.mark.parametrize("budget", [2**23, 2**24])
+def test_what_a_row_adds_is_seen_behind_a_moment_that_takes_more_at_few_rows(
+    monkeypatch: pytest.MonkeyPatch, budget: int
+):
+    monkeypatch.setitem(row_memory.MICRO_BATCH_BYTES, "cpu", budget)
+    plain, behind = wide(2**13), nn.Sequential(Scratch(), wide(2**13))
+    assert FEWEST_ROWS < rows_of(behind) == rows_of(plain) < MOST_ROWS
+    assert 1 < scored_rows(behind, form(4), loss) <= scored_rows(plain, form(4), loss) < MOST_SCORED
 
 
 def test_the_measured_peak_counts_what_is_alive_at_once():
