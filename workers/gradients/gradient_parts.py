@@ -52,14 +52,20 @@ class GradientParts:
         module: is put into train mode; it belongs to this object from then on.
         loss_fn: one loss per example.
         deterministic: see :func:`named_operations`.
+        classes: as of :class:`ModelLosses`.
+
+    Attributes:
+        losses: of the module's output.
     """
 
-    def __init__(self, module: nn.Module, loss_fn: LossFn, deterministic: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, loss_fn: LossFn, deterministic: bool = True, classes: int | None = None
+    ) -> None:
         self._module = module.train()
         self._trained = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
         # Now: while they are lent, no parameter needs a gradient.
         self._frozen = [tensor for tensor in module.parameters() if not tensor.requires_grad]
-        self._losses = ModelLosses(module, RowLoss.of(loss_fn))
+        self.losses = ModelLosses(module, RowLoss.of(loss_fn), classes)
         self._deterministic = deterministic
 
     def __call__(self, features: Tensor, labels: Tensor) -> list[Part]:
@@ -173,9 +179,9 @@ class GradientParts:
         """
         recording = Recording(self._trained, [*self._frozen, *self._module.buffers()], len(labels), on_shared)
         with named_operations(self._deterministic):
-            with recording, self._losses.module_form():
+            with recording, self.losses.module_form():
                 output = (forward or self._module)(features)
-            yield recording, self._losses.of(output, labels, recording.head)
+            yield recording, self.losses.of(output, labels, recording.head)
 
 
 @contextmanager

@@ -73,6 +73,10 @@ _COMPARED = 2**20
 _TOKENS = 16
 """Length to which texts are cut for :func:`check_trainable`. What depends on the length shows at the rows of a run."""
 
+_CLASSES = 256
+"""Classes of a frozen head in looks at gradients. A head computes each row by itself, in memory of its own, and nothing
+else follows it. So its other classes show nothing of how rows are kept apart, and would be most of the checks' work."""
+
 _GROWN = 8.0
 """Factor of the trained parameters when the checks are made again: a run may grow them, and with them what is rare."""
 
@@ -324,7 +328,7 @@ class _Checks:
         self._loss = RowLoss.of(loss_fn)
         self._losses = ModelLosses(module, self._loss)
         # On the module itself: taps keep nothing of a pass in it, and another copy would be all of the model again.
-        self._gradients = GradientParts(module, self._loss, deterministic)
+        self._gradients = GradientParts(module, self._loss, deterministic, _CLASSES)
 
     def all(self) -> None:
         """Check what :func:`check_trainable` promises."""
@@ -562,6 +566,7 @@ class _Checks:
         if not _close(self._loss_fn(whole, labels.to(whole.device)), losses(output, labels), tolerance):
             raise _mixing_loss()
         self._state.check()
+        losses = self._gradients.losses.of
         for pair in self._probes.odd_labels(labels):
             try:
                 before, after = (losses(output, each) for each in pair)
@@ -624,7 +629,7 @@ class _Checks:
     def _check_sum(self, examples: Examples, parts: Sequence[Part]) -> None:
         """Require that the rows' gradients add up to autograd's gradient of the summed loss."""
         module = self._module
-        self._losses.backward_by_logits(examples.features, examples.labels)
+        self._gradients.losses.backward_by_logits(examples.features, examples.labels)
         wholes = {name: tensor.grad for name, tensor in module.named_parameters() if tensor.requires_grad}
         module.zero_grad(set_to_none=True)
         tolerance = _tolerance_of_gradients(module, wholes.values())

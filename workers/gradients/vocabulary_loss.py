@@ -212,12 +212,18 @@ class ModelLosses:
 
     Args:
         module: a :class:`TextModel` with a head, under a built-in loss of tokens, gives hidden states.
+        classes: the most that a frozen head has, for checks: its first ones. None for all of them, as the loss has
+            where it weighs each class.
     """
 
-    def __init__(self, module: nn.Module, loss: RowLoss) -> None:
+    def __init__(self, module: nn.Module, loss: RowLoss, classes: int | None = None) -> None:
         self._module, self._loss = module, loss
         self._term = loss.loss_fn.of_tokens if isinstance(loss.loss_fn, BuiltInLoss) else None
         self._layer = module.head if isinstance(module, TextModel) and self._term is not None else None
+        if self._layer is not None and self._term is not None and classes is not None:
+            is_frozen = not any(each.requires_grad for each in self._layer.parameters())
+            if is_frozen and not self._term.class_weights:
+                self._layer = _first_classes(self._layer, classes)
 
     @property
     def reads_logits(self) -> bool:
@@ -265,3 +271,11 @@ class ModelLosses:
         with self.module_form():
             output = self._module(features)
         return self.of(output, labels)
+
+
+def _first_classes(layer: nn.Linear, classes: int) -> nn.Linear:
+    """Return a layer of the first classes of a frozen one, whose memory it shares."""
+    few = nn.Linear(1, 1, bias=layer.bias is not None, device="meta")
+    for name, tensor in layer.named_parameters():
+        setattr(few, name, nn.Parameter(tensor[:classes], requires_grad=False))
+    return few

@@ -12,15 +12,16 @@ from torch.nn import functional
 
 from raycloak.metrics.errors import ModelError, RefusedError
 from raycloak.workers.evaluation import Scorer
-from raycloak.workers.gradients import vocabulary_loss
+from raycloak.workers.gradients import model_checks, vocabulary_loss
 from raycloak.workers.gradients.clipping import ClippedSum, GradientEngine
 from raycloak.workers.gradients.gradient_parts import GradientParts
+from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import largest_rows, mechanism_of_rows, peak_bytes, scored_rows
 from raycloak.workers.gradients.sum_engines import PrivateEvaluationEngine
-from raycloak.workers.gradients.vocabulary_loss import HeadPart, ModelLosses
+from raycloak.workers.gradients.vocabulary_loss import HeadPart, ModelLosses, VocabularyHead
 from raycloak.workers.inputs.datasets import ArrayDataset, DatasetForm
 from raycloak.workers.models.losses import BuiltInLoss, next_token_cross_entropy, token_cross_entropy
 from raycloak.workers.models.models import read_flat
@@ -291,3 +292,27 @@ def test_logits_that_are_scaled_or_capped_after_the_head_stay_logits(cls: str) -
     assert model.head is None
     with heads_apart():
         assert model(batch()[0]).shape == (ROWS, LENGTH, WORDS)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_looks_at_gradients_compute_few_classes_of_a_frozen_head_alone(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    met, gradients = set[int](), VocabularyHead.gradients
+    monkeypatch.setattr(
+        VocabularyHead, "gradients", lambda head, *of: (met.add(len(head.weight)), gradients(head, *of))[1]
+    )
+    monkeypatch.setattr(model_checks, "_CLASSES", 8)
+    model, loss = HEADS[kind](), token_cross_entropy
+    form = FORM.model_copy(update={"feature_shape": (LENGTH,), "label_shape": (LENGTH,)})
+    check_trainable(model, form, loss, vocabulary=WORDS)
+    check_rows(model, form, loss, [mechanism_of_rows(read_flat(model).size, 4)], vocabulary=WORDS)
+    assert met == {8 if kind == "frozen" else WORDS}
+
+
+def test_the_loss_of_few_classes_is_that_of_their_logits() -> None:
+    model, (ids, labels) = frozen(), batch()
+    labels = labels.clamp(max=7)
+    found = ModelLosses(model, RowLoss(token_cross_entropy), classes=8)(ids, labels)
+    with torch.no_grad():
+        torch.testing.assert_close(found.detach(), token_cross_entropy(model(ids)[:, :, :8], labels))
