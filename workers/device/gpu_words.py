@@ -61,7 +61,7 @@ class GpuWords:
         # By what their kernels compute: samplers of the mechanisms that gave golden words.
         self._proven: dict[tuple[RingSpec, float | None], _Noise | None] = {}
 
-    def encoded(self, total: Sequence[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0) -> Tensor:
+    def encoded(self, total: list[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0) -> Tensor:
         """See `raycloak.workers.device.words.Words.encoded`."""
         spec, sigma = ring_of(mechanism), None if noise is None else mechanism.sigma
         (given,) = total

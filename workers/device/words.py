@@ -49,12 +49,12 @@ class Words(Protocol[V]):
         """The clock of the steps that the device works on."""
         ...
 
-    def encoded(self, total: Sequence[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0) -> V:
+    def encoded(self, total: list[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0) -> V:
         """Return a sum's words, clamped and rounded to the mechanism's grid, with the draws of ``noise`` added.
 
         Args:
-            total: the pieces of the sum, float64; of one device there is one. Memory of theirs may become the vector's,
-                or is zeroed.
+            total: the pieces of the sum, float64; words of one device take one. Each is taken out of the list once
+                its memory is the vector's, or is free.
             noise: the noise key of one vector; None adds none.
             start: the first draw: of a piece, its first coordinate in the vector.
 
@@ -97,7 +97,7 @@ class CpuWords:
         self.clock = StepClock(torch.device("cpu"))
 
     def encoded(
-        self, total: Sequence[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0
+        self, total: list[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0
     ) -> RingVector:
         """See :meth:`Words.encoded`."""
         (whole,) = total
@@ -157,11 +157,12 @@ class PiecedWords:
         self.clock = StepClock(*words)
 
     def encoded(
-        self, total: Sequence[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0
+        self, total: list[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0
     ) -> list[_TensorWords]:
         """See :meth:`Words.encoded`."""
         pieces = list[_TensorWords]()
-        for each in total:
+        while total:
+            each = total.pop(0)
             # A measurement is summed in the host's memory.
             words = self._words.get(each.device) or next(iter(self._words.values()))
             length = len(each)
@@ -188,14 +189,19 @@ class PiecedWords:
         self, vector: list[_TensorWords], part: VectorRange, masks: Sequence[tuple[Secret, int]], start: int = 0
     ) -> RingVector:
         """See :meth:`Words.masked`."""
-        found = list[NDArray[Any]]()
+        out: NDArray[Any] | None = None
         for piece in vector:
             first = max(part.offset, piece.place.start)
             last = min(part.offset + part.length, piece.place.stop)
             if first < last:
                 here = VectorRange(index=part.index, offset=first - piece.place.start, length=last - first)
-                found.append(piece.words.masked(piece.vector, here, masks, start + first - part.offset))
-        return found[0] if len(found) == 1 else np.concatenate(found)
+                masked = piece.words.masked(piece.vector, here, masks, start + first - part.offset)
+                if here.length == part.length:
+                    return masked
+                out = np.empty(part.length, masked.dtype) if out is None else out
+                np.copyto(out[first - part.offset : last - part.offset], masked)
+        assert out is not None, "a range has words"
+        return out
 
 
 def ring_of(mechanism: Mechanism) -> RingSpec:
@@ -209,10 +215,11 @@ def words_on(devices: Sequence[torch.device], threads: WordThreads) -> Words[Any
     Raises:
         ConfigError: ``no_triton`` for a GPU without Triton, which compiles its kernels.
     """
-    if len(devices) > 1:
-        return PiecedWords({device: words_on([device], threads) for device in devices})
-    (device,) = devices
-    return CpuWords(threads) if device.type == "cpu" else _on_gpu(device)
+    words: dict[torch.device, Words[Any]] = {
+        device: CpuWords(threads) if device.type == "cpu" else _on_gpu(device) for device in devices
+    }
+    # A GPU's memory holds a sum as one piece.
+    return words[devices[0]] if [device.type for device in devices] == ["cuda"] else PiecedWords(words)
 
 
 def check_kernels(device: torch.device) -> None:

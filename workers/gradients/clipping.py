@@ -41,6 +41,8 @@ _GAMMA = (ROW_BLOCK + 2) * 2.0**-24 / (1 - (ROW_BLOCK + 2) * 2.0**-24)
 BLOCK_MARGIN = (2 * ROW_BLOCK + 1) * _GAMMA
 STABILITY = 0.01
 """The gamma of normalised clipping, in units of a gradient's norm: the value that its authors use everywhere."""
+HOST_PIECE = 2**27
+"""1 GiB of a sum: each piece is free once its words are made, so never is a whole sum beside its words."""
 # Gradients that nothing clips are added in float32 too, where no sum may overflow.
 _LARGEST_SQUARE = 2.0**240
 MicroBatch = tuple[NDArray[np.float32] | NDArray[np.int64], NDArray[np.float32] | NDArray[np.int64], NDArray[np.bool_]]
@@ -97,9 +99,9 @@ class ClippedSum:
         devices = [device] * len(sizes) if isinstance(device, torch.device) else device
         self._pieces, self._targets = list[Tensor](), list[Tensor]()
         for home, run in groupby(zip(devices, sizes, strict=True), key=itemgetter(0)):
-            lengths = [size for _, size in run]
-            self._pieces.append(_zeros(sum(lengths), home))
-            self._targets += torch.split(self._pieces[-1], lengths)
+            for lengths in _cut([size for _, size in run], HOST_PIECE if home.type == "cpu" else MAX_DIMENSION):
+                self._pieces.append(_zeros(sum(lengths), home))
+                self._targets += torch.split(self._pieces[-1], lengths)
         self._rows = 0
 
     def add(self, parts: Sequence[Part], valid: Tensor) -> None:
@@ -141,10 +143,10 @@ class ClippedSum:
                 weights = weights.to(target.device)
                 part.add(weights, target)
 
-    def pieces(self) -> tuple[Tensor, ...]:
+    def pieces(self) -> list[Tensor]:
         """Return the sum in float64, d together: a piece for each run of tensors on one device; the object's memory.
 
-        Nothing is added afterwards.
+        In the host's memory a piece has at most `HOST_PIECE` numbers, or one tensor. Nothing is added afterwards.
         """
         scale, self._scale = self._scale, 1.0
         if scale != 1.0:
@@ -152,7 +154,7 @@ class ClippedSum:
                 for piece in self._pieces:
                     # In place, because another float64 vector of a large model would not fit.
                     piece *= scale
-        return tuple(self._pieces)
+        return list(self._pieces)
 
     def _weights(self, squares: Tensor, valid: Tensor) -> Tensor:
         """Return the weight of each row whose squared norms and validity are given, float64 like the squares."""
@@ -163,6 +165,18 @@ class ClippedSum:
             ratio = self._target / (squares.sqrt() + self._stability)
             scale = rounded_down(ratio.clamp(max=1.0), torch.float32).double()
         return torch.where(valid & squares.isfinite(), scale, 0.0)
+
+
+def _cut(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Cut ``sizes`` into runs of at most ``most`` together, or of one size."""
+    runs, filled = list[list[int]](), most
+    for size in sizes:
+        if filled + size > most:
+            runs.append([])
+            filled = 0
+        runs[-1].append(size)
+        filled += size
+    return runs
 
 
 def _zeros(count: int, device: torch.device) -> Tensor:
@@ -264,7 +278,7 @@ class GradientEngine:
         # Weak: the model has them, and a large vector is not held twice.
         self._loaded: weakref.ref[NDArray[np.float32]] | None = None
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> tuple[Tensor, ...]:
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> list[Tensor]:
         """Return the sum of the clipped gradients of all valid rows, divided by nothing, in :meth:`ClippedSum.pieces`.
 
         Guarantee: the bound of :class:`ClippedSum`. The bytes are the same for the same arguments in one numerics

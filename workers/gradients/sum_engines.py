@@ -48,7 +48,7 @@ class SumEngine(Protocol):
         """Exact sums over the examples of the last clipped sum; None under a private mechanism, and of measurements."""
         ...
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> tuple[Tensor, ...]:
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> list[Tensor]:
         """Return the sum over the valid rows of ``batches``, divided by nothing: float64 pieces of whole tensors."""
         ...
 
@@ -66,7 +66,7 @@ class ClassCountEngine:
         self.sizes = (measurement.mechanism.dimension,)
         self.counted: PublicSums | None = None
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> tuple[Tensor, ...]:
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> list[Tensor]:
         """Return the sum of one-hot labels times ``unit``, one piece [classes]; the parameters do not matter."""
         measurement = self._measurement
         total = _total(measurement)
@@ -110,7 +110,7 @@ class PrivateEvaluationEngine:
         self._state = KeptState(self._module, loss.loss_fn)
         self.counted: PublicSums | None = None
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> tuple[Tensor, ...]:
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> list[Tensor]:
         """Return the sum of (loss / B, correct, pairs) times ``unit``, one piece [1, 2 or 2 + K²].
 
         No warning is shown, since one could depend on an example.

@@ -121,7 +121,7 @@ class SandboxedEngine:
         """The child's number."""
         return self._child.pid
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> tuple[Tensor, ...]:
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> list[Tensor]:
         """Return the sum that the child states, one piece [d]; see the module for what it may be.
 
         Raises:

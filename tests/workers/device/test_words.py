@@ -72,7 +72,7 @@ def test_without_a_key_there_is_no_noise():
 def test_a_gpu_without_triton_is_refused(monkeypatch):
     monkeypatch.setattr(compiler, "find_spec", lambda name: None)
     compiler.take_triton.cache_clear()
-    assert isinstance(words_on([torch.device("cpu")], WordThreads(1)), CpuWords)
+    assert isinstance(words_on([torch.device("cpu")], WordThreads(1)), PiecedWords)
     with pytest.raises(ConfigError, match="no_triton"):
         words_on([torch.device("cuda")], WordThreads(1))
 
