@@ -1,8 +1,8 @@
 """Bytes a parameter beside the model: ``python benchmarks/memory.py [--parameters N]``.
 
-Each case runs in a process of its own, at N / 3 and then at N parameters, on one linear layer. The figure is the growth
-of the peak of resident memory from the smaller to the larger, over the growth of the parameters. What a process takes
-without parameters is in neither. Counted is what a step adds:
+Each case runs in a process of its own, at N / 3 and then at N parameters, on linear layers side by side. The figure is
+the growth of the peak of resident memory from the smaller to the larger, over the growth of the parameters. What a
+process takes without parameters is in neither. Counted is what a step adds:
 
     worker      the verified copy of the released parameters, clipped sums, ring words that are kept and that are sent,
                 gradients; by the number of virtual workers that it hosts. The model, and what its layers keep, are not.
@@ -24,6 +24,7 @@ import numpy as np
 from raycloak_lab.bench.resident_memory import growth, return_freed_blocks
 
 CLASSES = 20
+LAYERS = 10
 HOSTED = (1, 2, 4)
 RULES = ("sgd", "adam")
 
@@ -39,7 +40,7 @@ def measured(parameters: int, hosted: Sequence[int] = HOSTED, rules: Sequence[st
     cases = {f"worker, {each} hosted": (worker, each) for each in hosted}
     cases |= {f"aggregator, {each}": (aggregator, each) for each in rules}
     cases |= {f"opened, {each}": (opened, each) for each in rules}
-    sizes = parameters // 3 // CLASSES * CLASSES, parameters // CLASSES * CLASSES
+    sizes = [each // (LAYERS * CLASSES) * (LAYERS * CLASSES) for each in (parameters // 3, parameters)]
     found = {}
     for name, (case, argument) in cases.items():
         small, large = _alone(case, sizes, argument)
@@ -55,7 +56,7 @@ def worker(parameters: int, hosted: int) -> int:
     from raycloak.attestation.keys.release import VirtualWorkerKeys
     from raycloak.coordinator.config.run import parse_config
     from raycloak.coordinator.planning.plan import plan_mechanism
-    from raycloak.workers.device.words import CpuWords
+    from raycloak.workers.device.words import words_on
     from raycloak.workers.gradients.clipping import GradientEngine
     from raycloak.workers.gradients.numerics import pin_numerics
     from raycloak.workers.inputs.datasets import ArrayDataset
@@ -63,6 +64,7 @@ def worker(parameters: int, hosted: int) -> int:
     from raycloak.workers.run_member import HostedSum
     from raycloak.workers.terms.model_digest import own_copy
     from raycloak.workers.vectors.payload import VectorRange
+    from raycloak.workers.vectors.threads import ONE_THREAD
     from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
     pin_numerics()
@@ -78,17 +80,29 @@ def worker(parameters: int, hosted: int) -> int:
     )
     examples = 16
     mechanism = plan_mechanism(config, examples, parameters)
-    module = torch.nn.Linear(parameters // CLASSES, CLASSES, bias=False)
+    words = words_on([torch.device("cpu")], ONE_THREAD)
+    width = parameters // CLASSES // LAYERS
+
+    class SideBySide(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(width, CLASSES, bias=False) for _ in range(LAYERS))
+
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            parts = zip(self.layers, features.split(width, 1), strict=True)
+            return torch.stack([layer(part) for layer, part in parts]).sum(0)
+
+    module = SideBySide()
     features = np.ones((examples, parameters // CLASSES), np.float32)
     data = ArrayDataset(features, np.arange(examples) % CLASSES)
     loss = torch.nn.CrossEntropyLoss(reduction="none")
     spare = data.batch(np.zeros(1, np.int64))
-    computer = VirtualWorkerComputer(mechanism, GradientEngine(module, loss, mechanism), data, spare)
+    computer = VirtualWorkerComputer(mechanism, GradientEngine(module, loss, mechanism), data, spare, words=words)
     keys = VirtualWorkerKeys(stream=Secret(bytes(32)), data=Secret(bytes(32)))
     received = read_flat(module)
 
     def step(number: int) -> None:
-        flat, kept = own_copy([received]), HostedSum(CpuWords())
+        flat, kept = own_copy([received]), HostedSum(words)
         for v in range(hosted):
             kept.add(v, computer.vector(v, keys, number, bytes(32), bytes(32), flat))
         del flat

@@ -96,9 +96,7 @@ class CpuWords:
         self._threads = threads
         self.clock = StepClock(torch.device("cpu"))
 
-    def encoded(
-        self, total: list[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0
-    ) -> RingVector:
+    def encoded(self, total: list[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0) -> RingVector:
         """See :meth:`Words.encoded`."""
         (whole,) = total
         values: Any = whole.numpy()

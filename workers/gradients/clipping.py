@@ -41,8 +41,8 @@ _GAMMA = (ROW_BLOCK + 2) * 2.0**-24 / (1 - (ROW_BLOCK + 2) * 2.0**-24)
 BLOCK_MARGIN = (2 * ROW_BLOCK + 1) * _GAMMA
 STABILITY = 0.01
 """The gamma of normalised clipping, in units of a gradient's norm: the value that its authors use everywhere."""
-HOST_PIECE = 2**27
-"""1 GiB of a sum: each piece is free once its words are made, so never is a whole sum beside its words."""
+HOST_PIECE = 2**22
+"""Numbers of a piece, 32 MiB: threads have enough to share, and a piece's words are little beside the whole sum."""
 # Gradients that nothing clips are added in float32 too, where no sum may overflow.
 _LARGEST_SQUARE = 2.0**240
 MicroBatch = tuple[NDArray[np.float32] | NDArray[np.int64], NDArray[np.float32] | NDArray[np.int64], NDArray[np.bool_]]

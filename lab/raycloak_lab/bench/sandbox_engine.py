@@ -142,7 +142,7 @@ class SandboxedEngine:
             # It waits for rows that do not come, or is not to be trusted with others.
             self._child.destroy()
             raise
-        return (torch.from_numpy(total),)
+        return [torch.from_numpy(total)]
 
 
 def compute(parent: Channel) -> None:
@@ -155,8 +155,8 @@ def compute(parent: Channel) -> None:
     parent.send(Built(sizes=engine.sizes))
     while (asked := parent.receive_frame(Sum)) is not None:
         (parameters,) = asked.arrays
-        (total,) = engine.clipped_sum(parameters, _received(parent, code.mechanism.micro_batches))
-        parent.send(Total(), [total.numpy()])
+        pieces = engine.clipped_sum(parameters, _received(parent, code.mechanism.micro_batches))
+        parent.send(Total(), [torch.cat(pieces).numpy()])
 
 
 def _received(parent: Channel, count: int) -> Iterator[MicroBatch]:

@@ -15,6 +15,7 @@ from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.vectors.payload import VectorRange
 from raycloak.workers.vectors.ring import encode_into, ring_dtype
+from raycloak.workers.vectors.streams import BLOCK_BYTES, KeyStream
 from raycloak.workers.vectors.threads import WordThreads
 from raycloak.workers.vectors.vector_tag import TensorLeaves
 from tests.protocol import mechanism
@@ -61,6 +62,23 @@ def test_guarantee_however_a_vector_is_cut_its_words_digests_and_masked_ranges_a
         for offset, length in ((0, D), (0, 1), (30_001, 10), (30_002, 8192), (38_190, 30), (3, D - 4), (D - 1, 1)):
             part = VectorRange(index=0, offset=offset, length=length)
             assert np.array_equal(words.masked(vector, part, masks), whole.masked(right, part, masks)), (cut, part)
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_a_piece_beyond_2_to_31_words_has_the_words_of_its_place(bits):
+    """The end of a vector of 2^31 + 5 words, in pieces that meet at 2^31."""
+    chosen, start, word = mechanism(ring_bits=bits), 2**31 - 3, bits // 8
+    expected = np.empty(8, ring_dtype(bits))
+    encode_into(SUM[:8], ring_of(chosen), expected)
+    NoiseSampler(chosen.sigma, bits).add_to(expected, KEY, start=start)
+    words, pieces = PiecedWords({torch.device("cpu"): CpuWords()}), [torch.tensor(SUM[:3]), torch.tensor(SUM[3:8])]
+    vector = words.encoded(pieces, chosen, KEY, start)
+    assert pieces == [], "a sum is free once it has words"
+    here = VectorRange(index=0, offset=start, length=8)
+    assert np.array_equal(words.masked(vector, here, (), start), expected)
+    block, before = divmod(start * word, BLOCK_BYTES)
+    mask = np.frombuffer(KeyStream(OTHER, block_counter=block).bytes(before + 8 * word)[before:], expected.dtype)
+    assert np.array_equal(words.masked(vector, here, [(OTHER, 1)], start), expected + mask)
 
 
 def test_without_a_key_there_is_no_noise():

@@ -27,6 +27,7 @@ from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.models.models import read_flat
 from raycloak.workers.terms.mechanism import Mechanism
 from tests.drawn import batches_of, spare_of
+from tests.workers.gradients.model_zoo import ZOO
 
 CPU = torch.device("cpu")
 
@@ -458,3 +459,24 @@ def test_a_loss_that_is_not_per_example_is_refused() -> None:
     with pytest.raises(ModelError) as caught:
         torch.cat(engine.clipped_sum(read_flat(module), batches_of(examples(), np.arange(5), plan))).numpy()
     assert caught.value.code == "loss_shape"
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_guarantee_however_a_sum_is_cut_into_pieces_of_whole_tensors_it_has_the_same_bytes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, found = list[list[int]](), set[bytes]()
+    for most in (clipping.HOST_PIECE, 300, 1):
+        monkeypatch.setattr(clipping, "HOST_PIECE", most)
+        torch.manual_seed(1)
+        case = ZOO[name]()
+        parameters = read_flat(case.module)
+        engine = GradientEngine(case.module, cross_entropy, mechanism(len(parameters), rows=4, batches=2))
+        batches = [(x.numpy(), y.numpy(), np.arange(4) > 0) for x, y in (case.batch(4, seed) for seed in range(2))]
+        pieces = engine.clipped_sum(parameters, batches)
+        sizes.append([len(each) for each in pieces])
+        found.add(torch.cat(pieces).numpy().tobytes())
+    assert len(found) == 1
+    assert [sum(each) for each in sizes] == [len(parameters)] * 3
+    assert len(sizes[0]) == 1
+    assert sizes[2] == list(engine.sizes)
