@@ -118,7 +118,7 @@ def pieces():
             part = VectorRange(index=0, offset=offset, length=length)
             assert np.array_equal(cut.masked(vector, part, [(OTHER, -1)]), cpu.masked(right, part, [(OTHER, -1)]))
         # Few words: the interpreter takes minutes for a whole leaf.
-        short, sizes = cut.encoded(torch.split(total(), [3, 20, 60]), chosen, KEY), (3, 8, 12, 60)
+        short, sizes = cut.encoded(list(torch.split(total(), [3, 20, 60])), chosen, KEY), (3, 8, 12, 60)
         assert cut.leaves(short, sizes) == cpu.leaves(cpu.encoded([total()], chosen, KEY), sizes)
 
 

@@ -1,6 +1,6 @@
 """Workers whose models lie over the devices of `raycloak_lab.scale.tagged_devices`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -22,9 +22,7 @@ from raycloak_lab.scale.tagged_devices import Tagged, devices, tagged
 class TaggedWords(CpuWords):
     """Words of sums on such a device."""
 
-    def encoded(
-        self, total: Sequence[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0
-    ) -> RingVector:
+    def encoded(self, total: list[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0) -> RingVector:
         (piece,) = total
         # A measurement is summed in the host's memory.
         return super().encoded([piece.numbers if isinstance(piece, Tagged) else piece], mechanism, noise, start)
