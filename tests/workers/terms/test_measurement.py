@@ -180,11 +180,8 @@ def small_model_at(parameters: np.ndarray) -> torch.nn.Module:
 
 def test_a_loss_without_classes_is_released_alone():
     of = measurement("evaluation", 1)
-    rows = (
-        engine(of, mse)
-        .clipped_sum(PARAMETERS, [(examples()[0][:4], np.zeros((4, 3), np.float32), np.ones(4, np.bool_))])
-        .numpy()
-    )
+    batch = examples()[0][:4], np.zeros((4, 3), np.float32), np.ones(4, np.bool_)
+    rows = torch.cat(engine(of, mse).clipped_sum(PARAMETERS, [batch])).numpy()
     expected = small_model_at(PARAMETERS)(torch.tensor(examples()[0][:4])).square().mean(1).clamp(max=5).sum() / 5
     assert rows.shape == (1,)
     assert rows[0] / of.unit == pytest.approx(float(expected.detach()), rel=1e-5)
@@ -193,11 +190,8 @@ def test_a_loss_without_classes_is_released_alone():
 @pytest.mark.parametrize("kind", [np.int64, np.float32])
 def test_several_labels_an_example_have_an_accuracy_too(kind: type):
     labels = (np.arange(12).reshape(4, 3) % 2).astype(kind)
-    rows = (
-        engine(EVALUATION, binary_cross_entropy)
-        .clipped_sum(PARAMETERS, [(examples()[0][:4], labels, np.ones(4, np.bool_))])
-        .numpy()
-    )
+    batch = examples()[0][:4], labels, np.ones(4, np.bool_)
+    rows = torch.cat(engine(EVALUATION, binary_cross_entropy).clipped_sum(PARAMETERS, [batch])).numpy()
     outputs = small_model_at(PARAMETERS)(torch.tensor(examples()[0][:4])).detach().numpy()
     assert rows[1] / EVALUATION.unit == pytest.approx(((outputs > 0) == labels).mean(1).sum(), rel=1e-6)
 
