@@ -282,6 +282,9 @@ def plan(
     trials: Annotated[
         int | None, typer.Option(metavar="K", help="Also show the cost of a search of K such runs.", min=1)
     ] = None,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Also show other batches that cost as much, with their steps and noise.")
+    ] = False,
 ) -> None:
     """Show what CONFIG will spend and need, and refuse what cannot run; charges nothing."""
     from raycloak.coordinator.planning.first_look import first_look
@@ -289,8 +292,9 @@ def plan(
     loaded, config_dir = load_config(config, overrides), config.parent
     # Before the libraries of a plan, which take seconds to import.
     first_look(loaded, config_dir)
-    from raycloak.coordinator.cli.views.plan import adapter_cover, adapter_rows, plan_rows, search_rows
+    from raycloak.coordinator.cli.views.plan import adapter_cover, adapter_rows, choice_rows, plan_rows, search_rows
     from raycloak.coordinator.evidence.sources import configured_policy
+    from raycloak.coordinator.planning.advice import batch_choices
     from raycloak.coordinator.planning.dry_run import plan_of
     from raycloak.coordinator.planning.search_cost import search_of
     from raycloak.coordinator.training.callbacks import own_callbacks
@@ -303,12 +307,16 @@ def plan(
         own_callbacks(loaded.callbacks, (), config_dir)
         plan = plan_of(loaded, config_dir)
     search = search_of(plan, trials) if trials is not None else None
+    choices = batch_choices(plan) if advise else ()
     fields = plan.as_json() | {"evidence_classes": classes} | ({"search": search.as_json()} if search else {})
+    if advise:
+        fields["choices"] = [asdict(each) for each in choices]
     if cover := adapter_cover(loaded, plan):
         fields["adapter_leak"] = cover
     said = ("SIMULATED (proves nothing about a machine)" if each == "simulated" else each for each in classes)
     rows = [*plan_rows(plan), ("evidence", ", ".join(said)), *adapter_rows(loaded, plan)]
-    output.show("Plan (nothing is charged yet)", fields, [*rows, *(search_rows(search) if search else [])])
+    rows += [*(search_rows(search) if search else []), *choice_rows(choices)]
+    output.show("Plan (nothing is charged yet)", fields, rows)
 
 
 @command(app)

@@ -4,7 +4,7 @@ A cell is a figure or a short phrase. What the phrase means for a claim is said 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from raycloak.coordinator.console.figures import epsilon_text, size_text
@@ -20,6 +20,7 @@ from raycloak.coordinator.report.words import (
 
 if TYPE_CHECKING:
     from raycloak.coordinator.config.run import RunConfig
+    from raycloak.coordinator.planning.advice import BatchChoice
     from raycloak.coordinator.planning.plan import Plan
     from raycloak.coordinator.planning.search_cost import SearchCost
 
@@ -145,3 +146,12 @@ def search_rows(cost: "SearchCost") -> Iterator[tuple[str, str]]:
     if cost.fitting_cap is not None:
         whole = f"{cost.fitting_cap:g} would hold all {cost.trials}, and state no more"
         yield "search cap", f"{whole}; {cost.epsilon_cap:g} is generous"
+
+
+def choice_rows(choices: "Iterable[BatchChoice]") -> Iterator[tuple[str, str]]:
+    """Yield label and text of each line that ``plan --advise`` adds to the plan's table."""
+    for each in choices:
+        size = f"expected_batch_size {each.expected_batch_size:g} in {each.steps} steps"
+        noise = f"noise multiplier {each.noise_multiplier:.4g}, {each.noise_to_batch:.3g} C in an average gradient"
+        marks = " (this plan)" * each.is_planned + " (advised)" * each.is_advised
+        yield "choice", f"{size}: {noise}{marks}"
