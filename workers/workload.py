@@ -138,7 +138,8 @@ class Workload:
             if setup.device != "cpu":
                 check_briefly(self.module, self.form, loss_fn, deterministic, self.vocabulary)
             # All checks run where the model will: only there do they meet the kernels that it will.
-            place(self.module, devices, free_bytes)
+            most = _most_bytes(setup, self.module)
+            place(self.module, devices, free_bytes, most)
             if len(devices) > 1:
                 check_placed(self.module, self.form, self.vocabulary)
             if hub is not None and hub.use_liger_kernels:
@@ -147,7 +148,6 @@ class Workload:
             check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)
         check_classes(self.module, setup.loss.name, self.dataset, classes, self.vocabulary, deterministic)
         # Before the parameters are copied: it takes as much memory as a step.
-        most = _most_bytes(setup, self.module)
         rows = largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary, setup.device, most)
         self.split = self._split(opened, most, admit_split)
         self.evaluation_slices = Slices() if self.split is None else self.split.slices

@@ -90,8 +90,11 @@ def check_visible(seen: Sequence[VisibleGpu], given: float) -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the memory that is free on a GPU; None for the host's."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    """Return the memory that is free on a GPU, or this process's share of it if that is less; None for the host's."""
+    if device.type != "cuda":
+        return None
+    free, memory = torch.cuda.mem_get_info(device)
+    return min(free, int(memory * torch.cuda.get_per_process_memory_fraction(device)))
 
 
 def spare_bytes(given: float, held: int) -> int:

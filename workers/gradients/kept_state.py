@@ -102,7 +102,9 @@ class _Moment:
             return True
         # As integers: a NaN does not equal itself. Bytes would take four times as long as whole numbers.
         whole = _INTEGERS.get(self._copy.element_size(), torch.uint8)
-        before, now = (each.contiguous().reshape(-1).view(whole) for each in (self._copy, held.value.detach()))
+        # A streamed one may have been on the host.
+        here = held.value.detach().to(self._copy.device)
+        before, now = (each.contiguous().reshape(-1).view(whole) for each in (self._copy, here))
         return self._copy.shape == held.value.shape and torch.equal(before, now)
 
 

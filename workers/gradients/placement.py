@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from raycloak.metrics.errors import ModelError, is_gpu_error, is_out_of_memory
 from raycloak.workers.gradients.probes import Probes
+from raycloak.workers.gradients.streaming import BlockStream, streams_of
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.models import device_of
+from raycloak.workers.models.text_model import recomputed_blocks
 
 _SUM_BYTES = 8
 """A trained coordinate has a float64 number in the sum, on the device of its layer."""
@@ -34,28 +36,36 @@ def place(
     module: nn.Module,
     devices: Sequence[torch.device],
     free: Callable[[torch.device], int | None] = lambda device: None,
+    beside: int = 0,
 ) -> None:
     """Move ``module`` to ``devices``: contiguous runs of its blocks, one run a device, balanced by bytes.
 
     Blocks are the children of that one list of layers which divides best. Layers before the list are on the first
     device, layers with parameters behind it on the last. A layer behind it that shares a tensor with one on the first
-    device is there, too.
+    device is there, too. Blocks that are computed again are streamed where a device is too small.
 
     Args:
         devices: at least one, all of one model.
         free: the bytes that are free on a device; None where nobody counts them.
+        beside: bytes that a device with all its blocks shall have left.
 
     Raises:
         ModelError: ``unsplittable_model`` if no list has a block for each device, or a tensor would be on two.
-            ``model_too_large`` if a device has not the memory.
+            ``model_too_large`` if a device has not the memory, even for streamed blocks.
     """
-    if len(devices) == 1:
-        _require_room(devices[0], bytes_over(module, 1)[0], free)
-        module.to(devices[0])
-        return
     best = _best_division(module, len(devices))
-    for device, size in zip(devices, best.sizes, strict=True):
-        _require_room(device, size, free)
+    streams = list[BlockStream]()
+    for device, size, run in zip(devices, best.sizes, best.runs, strict=True):
+        found = free(device)
+        if found is None or size + beside <= found:
+            continue
+        blocks = [each for block in best.blocks[run.start : run.stop] for each in recomputed_blocks(block)]
+        stream = BlockStream(module, blocks, device)
+        if size - stream.spared > found:
+            raise _too_large(device, size - stream.spared, found, is_streamed=stream.spared > 0)
+        if stream.spared:
+            streams.append(stream)
+    on_host = {id(home.parameter) for stream in streams for home in stream.homes()}
     homes: dict[int, torch.device] = {}
     for layer, wanted, tensors in best.layers(devices):
         taken = {homes[id(each)] for each in tensors if id(each) in homes} or {wanted}
@@ -65,20 +75,26 @@ def place(
         home = taken.pop()
         homes.update((id(each), home) for each in tensors)
         for each in layer.modules() if layer in best.blocks else [layer]:
-            each._apply(partial(Tensor.to, device=home), recurse=False)  # type: ignore[no-untyped-call]
-        if layer not in best.above:
+            each._apply(partial(_moved, home, on_host), recurse=False)  # type: ignore[no-untyped-call]
+        if len(devices) > 1 and layer not in best.above:
             # Before all other hooks, which may compute with the inputs.
             layer.register_forward_pre_hook(_Entry(home), with_kwargs=True, prepend=True)
+    for stream in streams:
+        stream.begin()
 
 
-def _require_room(device: torch.device, size: int, free: Callable[[torch.device], int | None]) -> None:
-    found = free(device)
-    if found is not None and size > found:
-        raise ModelError(
-            "model_too_large",
-            f"parameters and sums take {size / 1e9:.1f} GB of {device}, which has {found / 1e9:.1f} GB free.",
-            "Give each worker more GPUs by placement.resources_per_worker, such as {GPU: 4}, or train an adapter.",
-        )
+def _moved(home: torch.device, on_host: set[int], tensor: Tensor) -> Tensor:
+    return tensor if id(tensor) in on_host else tensor.to(home)
+
+
+def _too_large(device: torch.device, size: int, found: int, is_streamed: bool) -> ModelError:
+    advice = "" if is_streamed else " with gradient_checkpointing: true, whose frozen blocks are then streamed"
+    return ModelError(
+        "model_too_large",
+        f"parameters and sums take {size / 1e9:.1f} GB of {device}, which has {found / 1e9:.1f} GB free.",
+        "Give each worker more GPUs by placement.resources_per_worker, such as {GPU: 4}, or train an adapter"
+        f"{advice}.",
+    )
 
 
 def check_placed(module: nn.Module, form: DatasetForm, vocabulary: int | None = None) -> None:
@@ -117,14 +133,16 @@ def check_placed(module: nn.Module, form: DatasetForm, vocabulary: int | None = 
 
 
 def on_device(module: nn.Module, device: str | torch.device) -> nn.Module:
-    """Return ``module``, moved to ``device`` unless it is over several."""
-    here = devices_of(module)
-    return module if len(here) > 1 or here == (torch.device(device),) else module.to(device)
+    """Return ``module``, moved to ``device`` unless it is on such, over several or streamed."""
+    placed = {each.type for each in devices_of(module)} == {torch.device(device).type}
+    return module if placed else module.to(device)
 
 
 def devices_of(module: nn.Module) -> tuple[torch.device, ...]:
-    """Return the devices of the parameters and buffers, in their order."""
-    return tuple(dict.fromkeys(each.device for each in chain(module.parameters(), module.buffers())))
+    """Return the devices of the parameters and buffers, in their order; of what is streamed, where it is used."""
+    streamed = {id(home.parameter): stream.device for stream in streams_of(module) for home in stream.homes()}
+    tensors = chain(module.parameters(), module.buffers())
+    return tuple(dict.fromkeys(streamed.get(id(each), each.device) for each in tensors))
 
 
 def bytes_over(module: nn.Module, count: int) -> list[int]:
@@ -133,7 +151,7 @@ def bytes_over(module: nn.Module, count: int) -> list[int]:
     Raises:
         ModelError: ``unsplittable_model`` as :func:`place`.
     """
-    return [sum(map(_weight, _unique(_tensors(module))))] if count == 1 else _best_division(module, count).sizes
+    return _best_division(module, count).sizes
 
 
 def bytes_by_device(module: nn.Module) -> dict[torch.device, int]:
@@ -217,6 +235,9 @@ def _best_division(module: nn.Module, count: int) -> _Division:
 
 
 def _divisions(module: nn.Module, count: int) -> Iterator[_Division]:
+    if count == 1:
+        yield _Division([], [], [module], [], [range(1)], [sum(map(_weight, _unique(_tensors(module))))])
+        return
     for path, layers in module.named_modules():
         blocks = list(layers.children()) if isinstance(layers, nn.ModuleList | nn.Sequential) else []
         # `children` names a layer that is used twice once.

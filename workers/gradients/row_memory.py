@@ -9,7 +9,7 @@ rows.
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.probes import Probes
 from raycloak.workers.gradients.row_loss import RowLoss
+from raycloak.workers.gradients.streaming import streams_of
 from raycloak.workers.gradients.vocabulary_loss import ModelLosses
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.models import LossFn, device_of, read_flat, twin_of
@@ -88,11 +89,9 @@ def scored_rows(
     """
     probes = Probes(form, vocabulary or 2, device=device_of(module))
     losses = ModelLosses(module, RowLoss.of(loss_fn))
-    held = [*module.parameters(), *module.buffers()]
-
     def measured(rows: int) -> int:
         batch = next(probes.draws(rows)).before
-        return peak_bytes(lambda: losses(batch.features, batch.labels), held)
+        return peak_bytes(lambda: losses(batch.features, batch.labels), _tensors_of(module))
 
     most = most_bytes or MICRO_BATCH_BYTES[device_of(module).type]
     with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings(action="ignore"):
@@ -134,8 +133,14 @@ def _micro_batch_bytes(
         torch.default_generator.manual_seed(1)
         examples = next(Probes(form, vocabulary or 2).draws(rows)).before
         batch = examples.features.numpy(), examples.labels.numpy(), np.ones(rows, np.bool_)
-        held = chain(own.parameters(), own.buffers())
-        return peak_bytes(lambda: engine.clipped_sum(parameters, [batch]), held)
+        return peak_bytes(lambda: engine.clipped_sum(parameters, [batch]), _tensors_of(own))
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Return what the module holds from now on; a streamed block comes and goes."""
+    for stream in streams_of(module):
+        stream.leave()
+    return chain(module.parameters(), module.buffers())
 
 
 def mechanism_of_rows(dimension: int, rows: int) -> Mechanism:

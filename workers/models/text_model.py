@@ -435,6 +435,16 @@ def is_peft(module: nn.Module) -> bool:
     return loaded is not None and isinstance(module, loaded.PeftModel)
 
 
+def recomputed_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks of ``module`` that a backward pass computes again; see :meth:`TextModel.checkpoint_blocks`."""
+    loaded = sys.modules.get("transformers.modeling_layers")
+    if loaded is None:
+        return []
+    if isinstance(module, loaded.GradientCheckpointingLayer) and module.gradient_checkpointing:
+        return [module]
+    return list(dict.fromkeys(block for child in module.children() for block in recomputed_blocks(child)))
+
+
 def _transformer(model: nn.Module) -> Any:
     """Return the `transformers` model; ModelError ``text_model`` if a PEFT model adapts something else."""
     inner = model.get_base_model() if is_peft(model) else model  # type: ignore[operator]

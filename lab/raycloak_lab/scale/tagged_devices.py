@@ -18,6 +18,9 @@ _ATEN: Any = torch.ops.aten
 _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
 
 
+_DATA: Any = Tensor.data
+
+
 def devices(count: int) -> list[torch.device]:
     """Return the first devices. Torch lets anybody say ``meta``, and has no kernel or thread for it."""
     return [torch.device("meta", index) for index in range(count)]
@@ -51,6 +54,16 @@ class Tagged(Tensor):
     def tolist(self) -> Any:
         """Return the numbers, which torch gives of its own kinds of tensor alone."""
         return self.numbers.tolist()
+
+    @property
+    def data(self) -> Tensor:
+        """The numbers without a graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: "Tagged") -> None:
+        _DATA.__set__(self, other)
+        self.numbers = other.numbers
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory that holds the numbers, which views share."""
