@@ -1,11 +1,14 @@
-"""The table "Size" of docs/models.md: ``python benchmarks/size.py``. Peak memory of every process of a run, by role.
+"""The table "Size" of docs/models.md: ``python -m benchmarks.size``. Peak memory of every process of a run, by role.
 
     full    GPT-2 small, 124 million parameters in float32, all of them trained
     lora    a Llama of 1.2 billion parameters in bfloat16, frozen, with LoRA adapters
     floor   a tiny GPT-2: what each process takes without a model
+    stream  the model of lora on one device that is too small for it: how much of the base is there at once
 
-Each case writes random weights and a data set of random ids into a temporary folder, trains two workers for some steps
-through ``raycloak run``, and reads /proc twice a second until the command ends. Nothing is kept but the figures.
+The first three write random weights and a data set of random ids into a temporary folder, train two workers for some
+steps through ``raycloak run``, and read /proc twice a second until the command ends. ``stream`` computes a micro-batch in
+this process, on a device that is a tag on the host's memory, and counts the bytes of the base that are said to be there.
+Nothing is kept but the figures.
 """
 
 import argparse
@@ -28,6 +31,16 @@ import transformers
 from safetensors.torch import save_file
 
 from raycloak.coordinator.cluster.processes import descendants, process_table
+from raycloak.workers.gradients.clipping import GradientEngine
+from raycloak.workers.gradients.numerics import pin_numerics
+from raycloak.workers.gradients.placement import place
+from raycloak.workers.gradients.row_memory import mechanism_of_rows
+from raycloak.workers.gradients.streaming import streams_of
+from raycloak.workers.models.compute_mode import ComputeMode
+from raycloak.workers.models.hub_model import HubSpec, LoraSpec
+from raycloak.workers.models.losses import next_token_cross_entropy
+from raycloak.workers.models.models import ModelSource, build_model, read_flat
+from tests.workers.gradients.tagged_devices import FromHost, devices, on_host, tagged
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = 512
@@ -40,6 +53,7 @@ ROLES = {
     "OrchestratorActor": "orchestrator",
 }
 """By the class that Ray puts into the title of an actor's process."""
+STREAM = "stream"
 FIELDS = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem", "Rss")
 
 
@@ -245,6 +259,36 @@ def measured(name: str, steps: int, limit_s: float, overrides: dict[str, object]
     }
 
 
+def streamed() -> dict[str, object]:
+    """Compute the clipped sum of a micro-batch with streamed blocks, and return its figures."""
+    case, began = CASES["lora"], time.monotonic()
+    lora = LoraSpec(rank=8, alpha=16.0, target_modules=("q_proj", "v_proj"), bias="none")
+    pin_numerics()
+    with tempfile.TemporaryDirectory(prefix="raycloak-size-") as folder, tagged():
+        size = write_model(case, Path(folder) / "model")
+        source = ModelSource.of(HubSpec(hf="model", task="causal_lm", lora=lora))
+        module = build_model(source, folder, 0, ComputeMode(gradient_checkpointing=True))
+        parameters = read_flat(module)
+        on_host(module)
+        place(module, devices(1), lambda device: 2**40, beside=2**40)
+        (stream,) = streams_of(module)
+        base = sum(each.nbytes for each in module.parameters() if not each.requires_grad)
+        kept = base - sum(home.host.nbytes for home in stream.homes())
+        engine = GradientEngine(module, next_token_cross_entropy, mechanism_of_rows(parameters.size, 4), devices(1)[0])
+        ids = np.random.default_rng(1).integers(case.settings["vocab_size"], size=(4, 32))
+        with FromHost() as copies:
+            engine.clipped_sum(parameters, [(ids, ids, np.ones(4, np.bool_))])
+    return {
+        "case": STREAM,
+        "parameters": size,
+        "trained": parameters.size,
+        "seconds": round(time.monotonic() - began),
+        "base_bytes": base,
+        "kept_bytes": kept,
+        "peak_base_bytes": kept + copies.peak,
+    }
+
+
 def table(figures: list[dict[str, object]]) -> str:
     """Return the figures as Markdown: GB of one process of each role, and bytes for each parameter above the floor."""
     return "\n".join(_rows(figures))
@@ -254,7 +298,7 @@ def _rows(figures: list[dict[str, object]]) -> Iterator[str]:
     floor = next((each for each in figures if each["case"] == "floor"), None)
     yield "| case | role | GB | bytes a parameter above the floor |"
     yield "|---|---|---|---|"
-    for each in figures:
+    for each in [each for each in figures if "own_bytes" in each]:
         roles = {**each["own_bytes"], "object store": each["object_store_bytes"]}
         least = {} if floor is None else {**floor["own_bytes"], "object store": floor["object_store_bytes"]}
         for role, peak in sorted(roles.items()):
@@ -265,7 +309,7 @@ def _rows(figures: list[dict[str, object]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join((*CASES, STREAM)))
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which a case is given up")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help="a field of the configuration")
@@ -273,11 +317,11 @@ def main() -> None:
     # So that a run is ended with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     overrides = {name: json.loads(value) for name, _, value in (each.partition("=") for each in chosen.set)}
-    if unknown := set(chosen.cases) - set(CASES):
-        parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    if unknown := set(chosen.cases) - {*CASES, STREAM}:
+        parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join((*CASES, STREAM))}")
     figures = []
     for name in chosen.cases or CASES:
-        figures.append(measured(name, chosen.steps, chosen.limit, overrides))
+        figures.append(streamed() if name == STREAM else measured(name, chosen.steps, chosen.limit, overrides))
         print(json.dumps(figures[-1]), flush=True)
     print(table(figures))
 

@@ -1,14 +1,9 @@
 """Blocks that a small device has in turn: the bytes of a device that has them all; see `tagged_devices.py`."""
 
-import weakref
-from functools import partial
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.evaluation import Scorer
@@ -25,7 +20,7 @@ from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.models.models import read_flat, twin_of
 from raycloak.workers.models.text_model import recomputed_blocks
 from tests.workers.gradients.model_zoo import CLASSES, LENGTH, VOCABULARY, Case
-from tests.workers.gradients.tagged_devices import HOST, devices, tagged
+from tests.workers.gradients.tagged_devices import FromHost, devices, on_host, tagged
 from tests.workers.gradients.test_compute_modes import text_model
 from tests.workers.gradients.test_placement import batches, form_of, summed
 from tests.workers.terms.test_measurement import measurement
@@ -60,7 +55,7 @@ def case_of(kind: str = "llama lora", again: bool = True, layers: int = LAYERS) 
 
 def small(module: nn.Module, count: int = 1, spared: bool = True) -> nn.Module:
     """Lay a model over devices that lack a byte for all of it, or have any number of them."""
-    module._apply(lambda each: each.to(HOST))
+    on_host(module)
     if spared:
         place(module, devices(count), lambda device: 2**40, beside=2**40)
         assert len(list(streams_of(module))) == count, "on each device, blocks take turns"
@@ -73,36 +68,6 @@ def small(module: nn.Module, count: int = 1, spared: bool = True) -> nn.Module:
 
 def streamed(module: nn.Module) -> list[Home]:
     return [home for stream in streams_of(module) for home in stream.homes()]
-
-
-class Resident(TorchDispatchMode):
-    """Counts the bytes of copies from the host that are alive.
-
-    Attributes:
-        peak: the most at once.
-        sources: the tensors that were copied.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.sources: list[Tensor] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].device == HOST:
-            self.sources.append(args[0])
-            self.now += result.nbytes
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(result.untyped_storage(), self._gone, result.nbytes)
-        return result
-
-    def _gone(self, size: int) -> None:
-        self.now -= size
 
 
 @pytest.mark.parametrize("kind", ["llama lora", "gpt2 lora"])
@@ -146,9 +111,11 @@ def test_guarantee_whichever_blocks_have_run_since_a_backward_pass_takes_the_bit
             torch.manual_seed(2)
             module = Scaled(scales)
             with tagged():
-                module._apply(partial(Tensor.to, device=HOST if streams else devices(1)[0]))
+                on_host(module)
                 if streams:
                     BlockStream(module, list(module), devices(1)[0]).begin()
+                else:
+                    place(module, devices(1))
                 there = given.to(devices(1)[0]).requires_grad_()
                 loss = module(there).square().sum()
                 if streams and scales:
@@ -175,7 +142,7 @@ def test_a_device_has_room_for_two_blocks_and_what_is_not_of_blocks() -> None:
         assert sum(home.host.nbytes for home in homes) == sum(of_block)
         (stream,) = streams_of(module)
         assert stream.spared == sum(of_block) - 2 * of_block[0]
-        with Resident() as copies:
+        with FromHost() as copies:
             summed(module, case, parameters)
         hosts = {id(home.host) for home in homes}
         assert copies.sources
