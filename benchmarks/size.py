@@ -6,8 +6,8 @@
     stream  the model of lora on one device that is too small for it: how much of the base is there at once
 
 The first three write random weights and a data set of random ids into a temporary folder, train two workers for some
-steps through ``raycloak run``, and read /proc twice a second until the command ends. ``stream`` computes a micro-batch in
-this process, on a device that is a tag on the host's memory, and counts the bytes of the base that are said to be there.
+steps through ``raycloak run``, and read /proc twice a second until the command ends. ``stream`` computes a micro-batch
+in this process, on a device that is a tag on the host's memory, and counts the bytes of the base that it names there.
 Nothing is kept but the figures.
 """
 

@@ -18,6 +18,7 @@ from raycloak.workers.gradients.gpus import (
     VisibleGpu,
     check_visible,
     cublas_version,
+    free_bytes,
     spare_bytes,
     take_gpus,
     used_gpus,
@@ -111,6 +112,14 @@ def test_guarantee_workers_on_one_gpu_spare_the_same_memory_whatever_is_free(mon
     assert spare_bytes(0.1, 16 * 2**30) == 1
     # Over several, each has its sums and words beside its layers.
     assert spare_bytes(1.0, 100 * 2**30) == spare_bytes(4.0, 100 * 2**30) == 2**30
+
+
+def test_a_worker_on_a_share_of_a_gpu_has_no_more_free_than_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 2**30, MEMORY))
+    for share, free in ((1.0, 70), (0.5, 40)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, share=share: share)
+        assert free_bytes(torch.device("cuda", 0)) == free * 2**30
+    assert free_bytes(torch.device("cpu")) is None
 
 
 def test_the_variable_that_shows_a_worker_every_gpu_is_named() -> None:
