@@ -32,6 +32,7 @@ from raycloak.workers.gradients.products import check_products
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import MICRO_BATCH_BYTES, largest_rows
 from raycloak.workers.gradients.spare_rows import CANDIDATES, spare_rows
+from raycloak.workers.gradients.streaming import streams_of
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
@@ -167,7 +168,11 @@ class Workload:
             left_out=opened.left_out,
             code=code,
             measures=self.split is not None,
-            model_notes=(*notes, *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability())),
+            model_notes=(
+                *notes,
+                *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability()),
+                *(f"{each.device} has frozen blocks in turn: it does not hold all" for each in streams_of(self.module)),
+            ),
         )
 
     def _split(
