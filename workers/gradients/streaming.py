@@ -67,7 +67,7 @@ class BlockStream:
         """Let every layer of a block bring the block's tensors: a block that is computed again runs no hook itself."""
         for block, homes in self._homes.items():
             for layer in block.modules():
-                layer.register_forward_pre_hook(_Entry(self, homes), prepend=True)
+                layer.register_forward_pre_hook(_BlockHook(self, homes), prepend=True)
 
     def leave(self) -> None:
         """Have no block's tensors on the device."""
@@ -91,7 +91,7 @@ class BlockStream:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
+class _BlockHook:
     """The hook at a layer of a streamed block. Twins share the frozen tensors, and so this."""
 
     stream: BlockStream
@@ -100,11 +100,11 @@ class _Entry:
     def __call__(self, _layer: nn.Module, _args: Any) -> None:
         self.stream.enter(self.homes)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Entry":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_BlockHook":
         return self
 
 
 def streams_of(module: nn.Module) -> Iterator[BlockStream]:
     """Yield the streams of the blocks of ``module``, each once."""
     hooks = (hook for layer in module.modules() for hook in layer._forward_pre_hooks.values())
-    yield from dict.fromkeys(hook.stream for hook in hooks if isinstance(hook, _Entry))
+    yield from dict.fromkeys(hook.stream for hook in hooks if isinstance(hook, _BlockHook))
