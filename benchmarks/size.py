@@ -40,7 +40,8 @@ from raycloak.workers.models.compute_mode import ComputeMode
 from raycloak.workers.models.hub_model import HubSpec, LoraSpec
 from raycloak.workers.models.losses import next_token_cross_entropy
 from raycloak.workers.models.models import ModelSource, build_model, read_flat
-from tests.workers.gradients.tagged_devices import FromHost, devices, on_host, tagged
+from raycloak_lab.scale.tagged_devices import devices, tagged
+from tests.workers.gradients.tagged_devices import FromHost, on_host
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = 512

@@ -89,6 +89,7 @@ def scored_rows(
     """
     probes = Probes(form, vocabulary or 2, device=device_of(module))
     losses = ModelLosses(module, RowLoss.of(loss_fn))
+
     def measured(rows: int) -> int:
         batch = next(probes.draws(rows)).before
         return peak_bytes(lambda: losses(batch.features, batch.labels), _tensors_of(module))

@@ -61,7 +61,8 @@ class Tagged(Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, other: "Tagged") -> None:
+    def data(self, other: Tensor) -> None:
+        assert isinstance(other, Tagged), "the tag stays"
         _DATA.__set__(self, other)
         self.numbers = other.numbers
 

@@ -21,14 +21,14 @@ from raycloak.workers.vectors.ring import RingVector
 from raycloak.workers.workload import Workload
 from raycloak_lab.scale.tagged_devices import Tagged, devices, tagged
 
-
 HOST = torch.device("meta", 99)
 """The host's memory, for a tensor that is to be on a device and on the host in turn: the tag stays then."""
 
 
 def on_host(module: nn.Module) -> None:
     """Say of all tensors of a model that they are in the host's memory, as in fact they stay."""
-    module._apply(lambda each: Tagged(each.detach(), HOST))
+    # A tied tensor is met twice.
+    module._apply(lambda each: each if isinstance(each, Tagged) else Tagged(each.detach(), HOST))
 
 
 class FromHost(TorchDispatchMode):
