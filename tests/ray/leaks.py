@@ -87,9 +87,14 @@ def worker_needles(worker) -> dict[str, bytes]:
         needles |= found
         sizes.append(size)
         clear.append(total)
-    needles |= array_needles("unmasked sum of the hosted vectors", member._hosted._words)
+    needles |= array_needles("unmasked sum of the hosted vectors", words_of(member._hosted._words))
     needles |= array_needles("clear sum of the hosted sums", np.sum(clear, axis=0))
     return needles | number_needles("realised batch sizes", np.array(sizes))
+
+
+def words_of(vector) -> np.ndarray:
+    """Return the words of a vector that a worker on a CPU has in pieces."""
+    return np.concatenate([piece.vector for piece in vector])
 
 
 def run_needles(manifest: Manifest, dataset: Dataset, secret: Secret, digests: Sequence[bytes]) -> dict[str, bytes]:
@@ -155,7 +160,7 @@ def _virtual_worker(worker, v, keys, step, model, root):
     needles |= array_needles(f"clear sum of {v}, float64", clear)
     needles |= array_needles(f"clear sum of {v}, float32", clear.astype(np.float32))
     needles |= array_needles(f"encoded sum of {v} without noise", encoded)
-    needles |= array_needles(f"encoded sum of {v} with noise", again.values)
+    needles |= array_needles(f"encoded sum of {v} with noise", words_of(again.values))
     needles |= number_needles(f"sampled ids of {v}", ids)
     needles |= array_needles(f"losses of {v}", losses.astype(np.float32))
     needles |= float_needles(f"mean loss of {v}", float(losses.mean()))

@@ -30,4 +30,4 @@ class SearchingWorkerVault(WorkerVault):
 
     def plant(self, file: str) -> None:
         """Leave in a file what must not leave the process."""
-        Path(file).write_bytes(self._stage._hosted._words.tobytes())
+        Path(file).write_bytes(leaks.words_of(self._stage._hosted._words).tobytes())

@@ -176,7 +176,7 @@ def test_parameters_that_change_after_they_were_verified_reach_no_gradient(hand,
 
     monkeypatch.setattr(VirtualWorkerComputer, "vector", changed_meanwhile)
     assert hand.ask("worker-0", hand.request(hand.roster()))[0].code == "ok"
-    assert np.array_equal(hand.workers["worker-0"]._stage._hosted._words, expected)
+    assert np.array_equal(hand.workers["worker-0"]._stage._hosted._words[0].vector, expected)
 
 
 def test_every_step_has_vectors_of_its_own(hand):
