@@ -109,7 +109,7 @@ def sigma_divided_by_virtual_workers_once_more(monkeypatch, virtual_workers=16):
 class Unclipped(ClippedSum):
     """A clipping that adds gradients as they are."""
 
-    def __init__(self, sizes, clip, device):
+    def __init__(self, sizes, clip, device, normalised):
         super().__init__(sizes, None, device)
         self._clip = clip
         self._valid = 0
@@ -122,9 +122,9 @@ class ClippedAverage(Unclipped):
         super().add(gradients, valid)
         self._valid += int(valid.sum())
 
-    def total(self):
-        average = super().total() / max(self._valid, 1)
-        return average * min(1.0, self._clip / max(float(average.norm()), 1e-30)) * self._valid
+    def pieces(self):
+        average = torch.cat(super().pieces()) / max(self._valid, 1)
+        return [average * min(1.0, self._clip / max(float(average.norm()), 1e-30)) * self._valid]
 
 
 def clipping_after_averaging(monkeypatch):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
@@ -381,10 +382,11 @@ def test_a_process_that_is_killed_is_started_anew(sampler, tmp_path):
 
 def changed(source, arrays):
     """Return a source of other weights of the same run, as a later release has them."""
-    from raycloak.coordinator.runs.released_model import _digest, _flat
+    from raycloak.coordinator.runs.released_model import _digest
 
     manifest = RunFolder.open(source.run).manifest()
-    later = Source(source.run, _digest(manifest, _flat(manifest, arrays)))
+    flat = np.concatenate([arrays[tensor.name].reshape(-1) for tensor in manifest.computation.tensors])
+    later = Source(source.run, _digest(manifest, flat))
     save_file(arrays, later.parameters)
     return later
 
