@@ -145,7 +145,8 @@ def test_a_resume_names_a_batch_that_is_missing_or_altered(client):
     (digests,) = BatchFiles(first.folder).sets(2)
     path = first.folder / "batches" / f"{digests[0].hex()}.batch"
     resumed = ResumedRun(manifest_of(first), archive(client.folder))
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    sealed = path.read_bytes()
+    path.write_bytes(sealed[:-1] + bytes([sealed[-1] ^ 1]))
     found, second = failure(client, assignment=resumed, folder=first.folder, pace=OPEN)
     assert found == "batch_altered"
     # It goes on from the newest package, which a thread saves: after the second step, or still after the first.

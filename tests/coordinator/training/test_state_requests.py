@@ -330,7 +330,8 @@ def test_a_refused_request_changes_nothing_and_the_run_goes_on(tmp_path, straigh
         shutil.copytree(foreign, at(tmp_path, 2, "-3"))
         shutil.copytree(at(tmp_path, 2), at(tmp_path, 2, "-2"))
         payload = Path(at(tmp_path, 2, "-2"), "parameters.safetensors.enc")
-        payload.write_bytes(payload.read_bytes()[:-1] + b"?")
+        sealed = payload.read_bytes()
+        payload.write_bytes(sealed[:-1] + bytes([sealed[-1] ^ 1]))
 
     acts = {
         0: ask(save(0, "z")),
