@@ -20,7 +20,7 @@ from raycloak.workers.device.words import CpuWords, Words, words_on
 from raycloak.workers.gradients.row_memory import mechanism_of_rows
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.payload import VectorRange
-from raycloak.workers.vectors.ring import RingBits
+from raycloak.workers.vectors.ring import RingBits, RingVector
 from raycloak.workers.vectors.threads import WordThreads
 from raycloak_lab.bench.gpu_use import device_name
 from raycloak_lab.bench.words import NOISE
@@ -131,7 +131,7 @@ class _Side:
         masks = [(Secret(bytes([index % 256]) * 32), 1 if index % 2 else -1) for index in range(peers)]
         # The largest tensor is a third, as GPT-2's embedding is; a dozen others have the rest.
         sizes = [params - 12 * (params * 2 // 36), *[params * 2 // 36] * 12]
-        whole = VectorRange(index=0, offset=0, length=params)
+        self._whole = VectorRange(index=0, offset=0, length=params)
 
         def encode(mechanism: Mechanism, noise: Secret | None) -> Callable[[], Any]:
             def work() -> Any:
@@ -155,15 +155,17 @@ class _Side:
             },
             "add": add,
             "tag": lambda: words.leaves(self._vector, [size for size in sizes if size]),
-            "masks": lambda: words.masked(self._vector, whole, masks),
+            "masks": lambda: words.masked(self._vector, self._whole, masks),
         }
 
     def bytes_of(self, name: str) -> bytes:
         """Return a digest of what a work makes."""
         made = self.works[name]()
-        if isinstance(made, Tensor):
-            made = made.cpu().numpy()
-        return digest(made.tobytes() if isinstance(made, np.ndarray) else repr(made).encode())
+        if name == "tag":
+            return digest(repr(made).encode())
+        # Without a mask a vector leaves its device in clear, whatever holds it there.
+        words: RingVector = made if name == "masks" else self._words.masked(made, self._whole, ())
+        return digest(words.tobytes())
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each work by its name, and of the way to the host."""
@@ -183,5 +185,10 @@ class _Side:
 def _copied(target: Any, source: Any) -> Any:
     if isinstance(target, Tensor):
         return target.copy_(source)
-    np.copyto(target, source)
+    if isinstance(target, list):
+        # A CPU's vector is a list of pieces.
+        for to, each in zip(target, source, strict=True):
+            _copied(to.vector, each.vector)
+    else:
+        np.copyto(target, source)
     return target
