@@ -10,16 +10,11 @@ import hashlib
 import json
 import sys
 import time
-import weakref
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.numerics import pin_numerics
@@ -28,47 +23,11 @@ from raycloak.workers.gradients.row_memory import mechanism_of_rows
 from raycloak.workers.models.losses import next_token_cross_entropy
 from raycloak.workers.models.models import read_flat
 from raycloak.workers.models.text_model import as_text_model
+from raycloak_lab.scale.large_models import LiveBytes
 from raycloak_lab.scale.tagged_devices import devices, tagged
 
 ROWS, TOKENS, BATCHES = 4, 32, 6
 COUNTS = (1, 2, 4)
-
-
-class Peaks(TorchDispatchMode):
-    """Counts the bytes of the storages on each device while they are alive.
-
-    Attributes:
-        peak: the most bytes at once, by device.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = Counter[torch.device]()
-        self._now = Counter[torch.device]()
-        self._known = set[int]()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                self._meet(each.untyped_storage(), each.device)
-        return result
-
-    def _meet(self, storage: torch.UntypedStorage, device: torch.device) -> None:
-        place = storage._cdata
-        if place not in self._known:
-            self._known.add(place)
-            self._now[device] += storage.nbytes()
-            self.peak[device] = max(self.peak[device], self._now[device])
-            weakref.finalize(storage, self._forget, place, device, storage.nbytes())
-
-    def _forget(self, place: int, device: torch.device, size: int) -> None:
-        self._known.remove(place)
-        self._now[device] -= size
 
 
 def measure(count: int) -> dict[str, Any]:
@@ -85,7 +44,7 @@ def measure(count: int) -> dict[str, Any]:
     mechanism = mechanism_of_rows(parameters.size, ROWS).model_copy(update={"micro_batches": BATCHES})
     ids = np.random.default_rng(0).integers(8000, size=(BATCHES, ROWS, TOKENS))
     began = time.monotonic()
-    with tagged(), Peaks() as peaks:
+    with tagged(), LiveBytes() as live:
         place(module, devices(count))
         engine = GradientEngine(module, next_token_cross_entropy, mechanism, devices(1)[0])
         pieces = engine.clipped_sum(parameters, [(each, each, np.ones(ROWS, np.bool_)) for each in ids])
@@ -94,7 +53,7 @@ def measure(count: int) -> dict[str, Any]:
             found.update(each.cpu().numpy())
     return {
         "devices": count,
-        "peak_mib": [round(peaks.peak[home] / 2**20) for home in devices(count)],
+        "peak_mib": [round(live.peaks[home] / 2**20) for home in devices(count)],
         "in_flight": engine._in_flight,
         "seconds": round(time.monotonic() - began),
         "parameters": parameters.size,

@@ -145,7 +145,7 @@ def on_gpus(module: nn.Module, count: int, rows: int, tokens: int, memory: str =
         gradients = GradientParts(module, next_token_cross_entropy)
         ids = torch.zeros(rows, tokens, dtype=torch.int64, device=homes[0])
         valid = torch.ones(rows, dtype=torch.bool, device=homes[0])
-        with _LiveBytes([*module.parameters(), *module.buffers(), ids, valid]) as live:
+        with LiveBytes([*module.parameters(), *module.buffers(), ids, valid]) as live:
             clipped = ClippedSum([each.numel() for each in trained], 1.0, [each.device for each in trained])
             sums = Counter(live.now)
             with gradients.lent():
@@ -196,14 +196,14 @@ def _on_meta(settings: Any, lora: LoraConfig | None) -> nn.Module:
         return adapted(model, LoraSpec.model_validate(lora.model_dump(), strict=False), "CAUSAL_LM")
 
 
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts on each device the bytes of storages from their first use until they are freed, except those of ``held``.
 
     Attributes:
         now, peaks: by device.
     """
 
-    def __init__(self, held: Iterable[Tensor]) -> None:
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now, self.peaks = Counter[torch.device](), Counter[torch.device]()
         self._known = {each.untyped_storage()._cdata for each in held}
