@@ -63,6 +63,13 @@ class CountsInWholeNumbers(Lion):
         self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
 
 
+class KeepsAverages(Lion):
+    """Keeps state under the name that a run keeps averages under."""
+
+    def update(self, parameter: Tensor, rate: float, beta: float) -> None:
+        self.state[parameter]["averaged_weights"] = parameter.clone()
+
+
 class Couples(Lion):
     """Divides by the norm of all tensors together."""
 

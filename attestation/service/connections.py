@@ -139,7 +139,7 @@ class _Calls:
 
 
 _NONE: Final = _Calls(0, 0.0)
-"""Those of a connection without any."""
+"""The calls of a connection that has none."""
 
 
 class GuardedCall:

@@ -396,7 +396,9 @@ class Optimizer:
                 # What a sealed package can hold: a resume would lose the rest.
                 if not isinstance(field, str) or "/" in field or field == AVERAGED:
                     raise RunFailedError(
-                        "update_rule", f"{self._spec.name} names its state {field!r:.60}.", "Name it by text."
+                        "update_rule",
+                        f"{self._spec.name} names its state {field!r:.60}.",
+                        f"Name it by text without a slash, and not {AVERAGED}.",
                     )
                 if not isinstance(value, torch.Tensor) or value.dtype not in _STATE_TYPES:
                     kind = str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__

@@ -62,7 +62,7 @@ TRAILER: Final = "raycloak-error-bin"
 _MOST_TEXT: Final = 1024
 """Characters: peers refuse trailing metadata of more than some kilobytes, and with it the whole answer."""
 _NO_ANSWER: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
-"""What a call says that may have reached the service or not. The last is how gRPC drops calls when too many come."""
+"""Answers of calls that may have reached the service or not. The last is how gRPC drops calls when too many come."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ Placement changes no arithmetic: an operation has its operands on one device, in
 that is not split, and between devices bits are copied. docs/proofs/011-placement.md has the proof.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -152,14 +151,6 @@ def bytes_over(module: nn.Module, count: int) -> list[int]:
         ModelError: ``unsplittable_model`` as :func:`place`.
     """
     return _best_division(module, count).sizes
-
-
-def bytes_by_device(module: nn.Module) -> dict[torch.device, int]:
-    """Return the bytes that parameters, buffers and the sum of gradients take on each device."""
-    found = Counter[torch.device]()
-    for tensor in _unique(chain(module.parameters(), module.buffers())):
-        found[tensor.device] += _weight(tensor)
-    return dict(found)
 
 
 @dataclass(frozen=True, slots=True)

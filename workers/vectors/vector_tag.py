@@ -22,7 +22,7 @@ from raycloak.workers.vectors.ring import RingBits, RingVector
 from raycloak.workers.vectors.threads import WordThreads
 
 LEAF_BYTES = 1 << 16
-"""What one digest covers: long enough that digests are 0.05 % of the words, short enough to split any tensor's work."""
+"""Bytes under one digest: long enough that digests are 0.05 % of the words, short enough to split any tensor's work."""
 
 VECTOR_TAG_BYTES = 16
 """Half an HMAC-SHA-256: another vector has the same tag with a chance of 2^-128, and headers stay small."""

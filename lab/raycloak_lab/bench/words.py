@@ -27,7 +27,7 @@ from raycloak.workers.vectors.vector_tag import tensor_leaves, vector_tag
 NOISE = {1: 200.0, 2: 2.0e4, 3: 3.0e6, 4: 3.0e8}
 """A deviation in ring units for each number of base draws."""
 TOGETHER = ("encode", "noise, 3 draws", "masks", "vector tag", "payload tag", "parameter digests")
-"""What a worker does once in each step, if it hosts one virtual worker."""
+"""The phases that a worker does once in each step, if it hosts one virtual worker."""
 _HASHED = bytes(2**24)
 _KEY = Secret(bytes(32))
 

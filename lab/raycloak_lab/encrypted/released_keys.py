@@ -23,7 +23,7 @@ def stated_answer(fingerprint: bytes, adapter_digest: bytes) -> bytes:
 
 
 SEAL_BYTES = 16
-"""What the sealing adds: the tag of Poly1305."""
+"""The bytes that sealing adds: the tag of Poly1305."""
 
 
 def seal_released(key: Secret, fingerprint: bytes, released: bytes) -> bytes:

@@ -371,11 +371,10 @@ def mask_seconds(rate: WordRates, size: int, degree: int) -> float:
 def worker_bytes_per_parameter(word: int, hosted: int) -> int:
     """Return the bytes a parameter that a worker holds at its peak, beside its model.
 
-    Its copy of the released parameters in float32, the clipped sum in float64, and where the words do not fit the sum's
-    own memory, these. Beyond one virtual worker also the sum of the vectors before. `benchmarks/memory.py` measures it.
+    Its copy of the released parameters in float32, and the clipped sum in float64, whose pieces become words one by
+    one. Beyond one virtual worker also the sum of the vectors before. `benchmarks/memory.py` measures it.
     """
-    encoded = 0 if word == SUM_BYTES else word
-    return FLOAT_BYTES + SUM_BYTES + encoded + (word if hosted > 1 else 0)
+    return FLOAT_BYTES + SUM_BYTES + (word if hosted > 1 else 0)
 
 
 def worker_store_bytes(size: int, word: int) -> float:

@@ -143,6 +143,7 @@ def test_a_rule_that_repeats_passes_its_trial(name: str) -> None:
         ("Draws", "gives other bytes for the same input"),
         ("CountsOutside", "keeps state outside self.state"),
         ("CountsInWholeNumbers", "keeps 'steps' as int"),
+        ("KeepsAverages", "names its state 'averaged_weights'"),
         ("Couples", "lets one tensor's update depend on another"),
         ("Explodes", "infinite or not a number"),
         ("no_rule", "is no class of torch.optim.Optimizer"),

@@ -260,6 +260,7 @@ def test_a_list_of_clients_is_small_however_much_they_were_given(site):
         ({"expected_batch_size": -1}, ServiceValidationError, "expected_batch_size"),
         ({"dp_config": {}}, ServiceValidationError, "dp_config"),
         ({"optimizer": {"warmup_steps": 9}}, ServiceValidationError, "optimizer.warmup_steps"),
+        ({"optimizer": {"averaged_weights": True}}, ServiceValidationError, "optimizer.averaged_weights"),
     ],
 )
 def test_a_configuration_is_refused_with_its_field_and_makes_no_client(site, fields, error, detail):

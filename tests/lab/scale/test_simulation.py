@@ -49,8 +49,8 @@ def predicted(**fields: object) -> Scale:
 def test_a_size_is_predicted_by_the_formulas_of_the_documentation():
     found, size = predicted(), 10**8
     assert (found.ring_bits, found.mask_degree, found.up_bytes, found.down_bytes) == (32, 7, 4 * size, 4 * size)
-    # The copy, the sum, the words: each of eight workers hosts one virtual worker.
-    assert found.worker_bytes == 16 * size
+    # The copy and the sum, whose pieces become words: each of eight workers hosts one virtual worker.
+    assert found.worker_bytes == 12 * size
     noise = 5e-9 + found.base_draws * 2e-9
     assert found.worker_seconds == pytest.approx(size * (1e-9 + noise + 7 * 1e-9 + 0.5e-9))
     one, four = found.aggregators
@@ -76,7 +76,7 @@ def test_the_fewest_aggregators_that_fit_are_shown_and_what_does_not_fit_is_name
 
 
 def test_hosting_several_and_state_take_memory():
-    assert predicted(workers=[2]).worker_bytes == 20 * 10**8
+    assert predicted(workers=[2]).worker_bytes == 16 * 10**8
     assert predicted(optimizer="adam").aggregators[0].bytes == (8 * 4 + 4 + 3 * 12) * 10**8
 
 

@@ -16,7 +16,7 @@ from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.clipping import GradientEngine, MicroBatch
 from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.gradients.numerics import pin_numerics
-from raycloak.workers.gradients.placement import bytes_by_device, check_placed, devices_of, place
+from raycloak.workers.gradients.placement import bytes_over, check_placed, devices_of, place
 from raycloak.workers.gradients.row_memory import peak_bytes
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.hub_files import quiet
@@ -170,14 +170,23 @@ def test_blocks_that_are_computed_again_keep_their_bytes() -> None:
     compared(checkpointed, (2, 4))
 
 
+def held_on(module: nn.Module, home: torch.device) -> int:
+    """Return the bytes that parameters, buffers and the sum of gradients take on a device."""
+    here = {id(each): each for each in (*module.parameters(), *module.buffers()) if each.device == home}
+    return sum(each.nbytes + (8 * each.numel() if each.requires_grad else 0) for each in here.values())
+
+
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_bytes_are_balanced_within_a_block(count: int) -> None:
     case = deep("gpt2")
     # A parameter of four bytes, and eight for its part of the sum.
     blocks = [sum(each.numel() * 12 for each in block.parameters()) for block in case.module.inner.inner.transformer.h]
+    stated = bytes_over(case.module, count)
     with tagged():
-        found = bytes_by_device(laid(case, count))
-    assert max(found.values()) <= sum(found.values()) / count + max(blocks)
+        module = laid(case, count)
+        found = [held_on(module, home) for home in devices(count)]
+    assert found == stated
+    assert max(found) <= sum(found) / count + max(blocks)
 
 
 def test_only_hidden_states_pass_between_devices() -> None:
@@ -315,7 +324,8 @@ def test_twins_share_frozen_tensors_where_they_are_and_compute_on_their_devices(
         twin = twin_of(module)
         frozen = [each for each in module.parameters() if not each.requires_grad]
         assert {id(each) for each in frozen} <= {id(each) for each in twin.parameters()}
-        assert bytes_by_device(twin) == bytes_by_device(module)
+        for home in devices(3):
+            assert held_on(twin, home) == held_on(module, home)
         assert summed(twin, case, parameters) == summed(module, case, parameters)
 
 
