@@ -44,11 +44,13 @@ class SealedHeader(Message):
     Attributes:
         use: the use that its slices may be opened for.
         dataset_id: 16 random bytes, drawn when it was sealed.
-        virtual_workers: number of slices; example i is in slice i mod V.
+        virtual_workers: number of slices; example i, or unit i with all its rows, is in slice i mod V.
         policy_digest: digest of the evidence policy that it was sealed for.
         demand: the owner's demand of every run that trains on it; None for an evaluation split, whose results are
             exact.
         form: shapes and types of the examples.
+        unit: public name of the units whose rows the examples are; None, and left out of the bytes, where each example
+            is a unit of its own.
         marks: fingerprint and sketch of the examples under the owner's key, by which another seal of them is known.
         key_commitments: the commitments to the slice keys.
         slices: the encrypted file of each slice.
@@ -63,6 +65,7 @@ class SealedHeader(Message):
     policy_digest: bytes = Field(min_length=32, max_length=32)
     demand: SealedDemand | None
     form: dict[str, JsonValue]
+    unit: str | None = Field(default=None, exclude_if=lambda unit: unit is None)
     marks: DataMarks
     key_commitments: tuple[bytes, ...]
     slices: tuple[Payload, ...] = ()
@@ -78,7 +81,9 @@ class SealedHeader(Message):
         demand = b"" if self.demand is None else self.demand.digest()
         form = canonical_json(self.form)
         fields = (self.use, self.dataset_id, self.virtual_workers, self.policy_digest, demand, form, v)
-        return length_prefixed("raycloak/sealed-data/slice/v3", *fields)
+        # Without units the context is what it was before there were any.
+        units = () if self.unit is None else (self.unit,)
+        return length_prefixed("raycloak/sealed-data/slice/v3", *fields, *units)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -124,9 +129,9 @@ def slice_file(folder: Path, v: int) -> Path:
 def slice_key(dataset_key: Secret, header: SealedHeader, v: int) -> Secret:
     """Derive the key of slice ``v``. Only the data owner and the orchestrator can.
 
-    Guarantee: another policy, use, demand, form or number of slices in ``header`` gives another key. So an attacker
-    may show the orchestrator a header with a weaker policy or demand, or training data as an evaluation split. The
-    keys released for it open no slice.
+    Guarantee: another policy, use, demand, form, unit or number of slices in ``header`` gives another key. So an
+    attacker may show the orchestrator a header with a weaker policy or demand, or training data as an evaluation split.
+    The keys released for it open no slice.
     """
     return derive(dataset_key, _PURPOSES[header.use], header.context(v))
 

@@ -15,7 +15,7 @@ from raycloak.coordinator.runs.progress import waiting
 from raycloak.metrics.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raycloak.coordinator.planning.data_check import Checked
+    from raycloak.coordinator.planning.data_check import Checked, UnitReport
 
 data = typer.Typer(help="Data: build a dataset, check it, and encrypt it so that only attested workers open it.")
 
@@ -107,6 +107,8 @@ def _rows(checked: "Checked") -> Iterator[tuple[str, str]]:
     overlap = report.evaluation_overlap
     yield "also evaluated on", "no evaluation split" if overlap is None else f"{overlap:,} examples"
     yield "constant features", _counted(report.constant_features, "positions", report.constant_shown)
+    if report.units is not None:
+        yield from _unit_rows(report.units, report.examples)
     if report.cut is not None:
         yield "cut texts", f"{report.cut:,} examples"
     yield from (("PROBLEM", problem) for problem in report.problems)
@@ -117,6 +119,17 @@ def _rows(checked: "Checked") -> Iterator[tuple[str, str]]:
         yield "recorded", f"{checked.digest.hex()}, for data of the fingerprint {checked.fingerprint.hex()}"
     else:
         yield "recorded", "no: without a dataset.fingerprint_key no run knows that its data is this"
+
+
+def _unit_rows(units: "UnitReport", examples: int) -> Iterator[tuple[str, str]]:
+    """Yield what the owner is told about the rows of each unit."""
+    least, median, most_have, nearly_all, most = units.rows
+    yield "unit", f"{units.unit}: {units.count:,} of them are protected as a whole"
+    spread = f"least {least:,}, median {median:,}, 90 % {most_have:,}, 99 % {nearly_all:,}, most {most:,}"
+    yield f"rows of a {units.unit}", spread
+    yield "cut away", f"{units.beyond:,} of {examples:,} rows in a step: {units.rows_per_unit} of one take part at most"
+    unknown = "nobody says: set evaluation.dataset.unit"
+    yield "in both splits", unknown if units.evaluated is None else f"{units.evaluated:,} of them"
 
 
 def _counted(count: int, what: str, shown: tuple[int, ...]) -> str:

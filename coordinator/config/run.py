@@ -278,6 +278,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _rows_of_units(self) -> Self:
+        if self.dataset is not None and self.dataset.unit is not None and self.dataset.rows_per_unit is None:
+            raise ValueError("dataset.rows_per_unit: say how many rows of a unit take part in one step at most")
+        if self.evaluation is not None and self.evaluation.dataset.most_rows is not None:
+            raise ValueError(
+                "evaluation.dataset: rows_per_unit and blocks_per_unit are for training; a split is read whole"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_tokenizer(self) -> Self:
         if self.dataset is None or self.evaluation is None:
             return self
@@ -348,8 +358,18 @@ class RunConfig(Section):
         return self.dataset.max_participations if self.dataset is not None else None
 
     @property
+    def unit(self) -> str:
+        """The public name of what is sampled, clipped and protected as a whole; ``example`` without another."""
+        return (self.dataset.unit_name if self.dataset is not None else None) or "example"
+
+    @property
+    def rows_per_unit(self) -> int:
+        """The k of a unit: most of its rows that a step computes."""
+        return (self.dataset.most_rows if self.dataset is not None else None) or 1
+
+    @property
     def batch_size(self) -> float:
-        """The public divisor: expected number of examples in a step."""
+        """The public divisor: expected number of units in a step."""
         if self.expected_batch_size is not None:
             return self.expected_batch_size
         assert self.batch_size_per_worker is not None

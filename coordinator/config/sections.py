@@ -187,6 +187,12 @@ class DatasetConfig(Section):
         max_length: T of text: each example is cut or padded to so many tokens.
         allow_void: accepts examples that get no gradient and are charged all the same: with a number that is NaN,
             infinite or missing, or a label or an id outside its range. They are refused otherwise.
+        unit: public name of what epsilon protects as a whole, such as ``patient_id``; each example by default. It is
+            the column that says whose a row is, or the array of npz. Of imagefolder it is the folder below the class
+            that an image lies in, of module what the dataset's ``unit(index)`` returns, of sealed data what it was
+            sealed for. The split of an evaluation names it so that nobody is in both.
+        rows_per_unit: k: the most rows of a unit in one step, chosen anew in each; a unit's gradient is their mean.
+        blocks_per_unit: makes each file of text_blocks a unit, of which at most so many blocks are in one step.
         public: declares that the data needs no protection; of a sealed evaluation split, that results on it need none.
         fingerprint_key: file of 64 hexadecimal digits beside the data, with which every worker computes the marks that
             an account knows its examples by, wherever they lie; one for all data of the same people. Relative to the
@@ -218,6 +224,9 @@ class DatasetConfig(Section):
     tokenizer: str | None = Field(default=None, min_length=1)
     max_length: int | None = Field(default=None, gt=0, le=2**20)
     allow_void: bool = False
+    unit: str | None = Field(default=None, min_length=1)
+    rows_per_unit: int | None = Field(default=None, gt=0, le=2**16)
+    blocks_per_unit: int | None = Field(default=None, gt=0, le=2**16)
     public: bool = False
     fingerprint_key: str | None = None
     key_file: str | None = None
@@ -270,6 +279,8 @@ class DatasetConfig(Section):
             raise ValueError("kind hf needs the tokenizer that made its ids, or their number: vocabulary")
         if self.kind == "text" and isinstance(self.features, list) and len(self.features) != 1:
             raise ValueError("text has one column of features; join a pair of texts, since token types are not carried")
+        if self.rows_per_unit is not None and self.unit is None:
+            raise ValueError("rows_per_unit needs the unit whose rows they are")
         if self.kind == "ray_data" and self.path is not None and "://" in self.path:
             raise ValueError("path of kind ray_data is a folder on disk")
         return self
@@ -306,6 +317,16 @@ class DatasetConfig(Section):
         if self.label_kind == "number" and self.classes is not None:
             raise ValueError("label_kind number has no classes")
         return self
+
+    @property
+    def unit_name(self) -> str | None:
+        """The public name of what epsilon protects as a whole; None where it is each example."""
+        return self.unit if self.blocks_per_unit is None else "document"
+
+    @property
+    def most_rows(self) -> int | None:
+        """The most rows of a unit in one step; None where the configuration says nothing."""
+        return self.rows_per_unit or self.blocks_per_unit
 
     @property
     def columns(self) -> tuple[str, ...]:

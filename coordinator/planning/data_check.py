@@ -29,12 +29,13 @@ from raycloak.metrics.file_errors import file_error
 from raycloak.metrics.listing import listed
 from raycloak.workers.gradients.model_checks import input_errors
 from raycloak.workers.gradients.row_loss import RowLoss
-from raycloak.workers.inputs.datasets import Dataset, dataset_form, named_inputs_of
-from raycloak.workers.inputs.descriptor import OpenedDataset
+from raycloak.workers.inputs.datasets import Dataset, named_inputs_of
+from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
 from raycloak.workers.inputs.fingerprint import check_digest, data_marks, load_key
 from raycloak.workers.inputs.images import DEPTH_REMEDY, TOO_DEEP, ImageFacts
 from raycloak.workers.inputs.inspection import cut_examples, images_by_name
 from raycloak.workers.inputs.sealed import SealedDataset
+from raycloak.workers.inputs.units import Units
 from raycloak.workers.inputs.void import IGNORED, SHOWN, Limits, Voids, for_owner, void_columns
 from raycloak.workers.known_answer import check_classes, found_classes
 from raycloak.workers.models.fed_by_name import fed_by_name
@@ -44,6 +45,52 @@ from raycloak.workers.models.text_model import check_text
 # Rows read at once: bounds the memory, and changes no finding.
 _CHUNK = 1024
 _HASH_BYTES = 16
+# Of the rows of a unit.
+_QUANTILES = (0, 0.5, 0.9, 0.99, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitReport:
+    """The findings about the units whose rows the examples are, private to the data's owner.
+
+    Attributes:
+        unit: public name of what they are.
+        count: N, how many there are.
+        rows_per_unit: k, the most rows of one in a step.
+        rows: rows of a unit: the least, the median, 90 % and 99 % of units have so many at most, the most.
+        beyond: rows beyond the k of their unit, summed: those that a step leaves out, others in each.
+        evaluated: units that also have rows in the evaluation split; None where its names are not known.
+    """
+
+    unit: str
+    count: int
+    rows_per_unit: int
+    rows: tuple[int, int, int, int, int]
+    beyond: int
+    evaluated: int | None
+
+    @classmethod
+    def of(cls, described: DatasetDescriptor, units: Units | None, evaluated: Units | None) -> "UnitReport | None":
+        """Count the rows of each unit; None where each example is a unit of its own."""
+        if units is None or described.unit is None:
+            return None
+        sizes = units.sizes(np.arange(len(units)))
+        least, median, most_have, nearly_all, most = np.quantile(sizes, _QUANTILES, method="inverted_cdf").tolist()
+        return cls(
+            unit=described.unit,
+            count=len(units),
+            rows_per_unit=described.rows_per_unit,
+            rows=(least, median, most_have, nearly_all, most),
+            beyond=int(np.maximum(sizes - described.rows_per_unit, 0).sum()),
+            evaluated=None if evaluated is None else units.shared_with(evaluated),
+        )
+
+    def cautions(self, examples: int) -> Iterator[str]:
+        """Yield what the owner should know of ``examples`` rows, in sentences."""
+        if self.rows[-1] == 1:
+            yield f"Every {self.unit} has one row: it protects what an example does."
+        if 2 * self.rows[-1] > examples and self.count > 1:
+            yield f"One {self.unit} has {self.rows[-1]:,} of {examples:,} rows, and {self.rows_per_unit} in a step."
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +115,7 @@ class DataReport:
         turned: images with a camera's note that they are shown turned, which is ignored; None for other data.
         several_frames: images with frames or pages beyond the first, which are left out; None for other data.
         allow_void: whether the owner lets a run train on the void ones.
+        units: of data that names them; None where each example is a unit of its own.
     """
 
     examples: int
@@ -95,11 +143,16 @@ class DataReport:
     turned: int | None
     several_frames: int | None
     allow_void: bool
+    units: UnitReport | None = None
 
     @property
     def problems(self) -> tuple[str, ...]:
         """Return what a run must not train on, in sentences."""
-        return () if self.allow_void else self._voids
+        units = self.units
+        in_both: tuple[str, ...] = ()
+        if units is not None and units.evaluated:
+            in_both = (f"Of {units.unit} with rows in both splits: {units.evaluated:,}. Split the data by it.",)
+        return in_both if self.allow_void else (*self._voids, *in_both)
 
     @property
     def _voids(self) -> tuple[str, ...]:
@@ -125,7 +178,8 @@ class DataReport:
             (self.several_frames, "Images of several frames or pages", "The first is read, the others are left out."),
         )
         said = tuple(f"{what}: {count:,}. {so}" for count, what, so in found if count)
-        return (*allowed, *said, *(f"The data: {each}." for each in self.left_out))
+        of_units = () if self.units is None else self.units.cautions(self.examples)
+        return (*allowed, *said, *of_units, *(f"The data: {each}." for each in self.left_out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +225,7 @@ def check_data(config: RunConfig, base: Path) -> Checked:
     if split is not None:
         evaluated = [_hashes(features.reshape(len(features), -1)) for features, _ in _chunks(split.examples)]
         overlap = int(np.isin(findings.features, np.concatenate(evaluated)).sum())
-    form = dataset_form(opened.examples)
+    form = opened.form
     report = DataReport(
         examples=form.num_examples,
         feature_shape=form.feature_shape,
@@ -198,6 +252,7 @@ def check_data(config: RunConfig, base: Path) -> Checked:
         turned=sum(each.turned for each in images.values()) if images else None,
         several_frames=sum(each.several for each in images.values()) if images else None,
         allow_void=dataset.allow_void,
+        units=UnitReport.of(described, opened.units, None if split is None else split.units),
     )
     fingerprint = data_marks(described, opened, base).fingerprint
     recorded = _recorded(dataset, base, report, fingerprint)
@@ -226,7 +281,11 @@ def _recorded(part: DatasetConfig, base: Path, report: DataReport, fingerprint: 
     else:
         assert part.fingerprint_key is not None, "a fingerprint has a key"
         key = load_key(base / part.fingerprint_key)
-    found = check_digest(key, hashlib.sha256(canonical_json(asdict(report))).digest())
+    content = asdict(report)
+    if report.units is None:
+        # Of data without units the digest is what it was before there were any.
+        del content["units"]
+    found = check_digest(key, hashlib.sha256(canonical_json(content)).digest())
     path = home.check_file(fingerprint)
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -262,14 +321,14 @@ def _open_for_owner(config: RunConfig, base: Path, use: Use) -> OpenedDataset | 
     examples = SealedDataset(base / part.path, use)
     keys = SliceKeys.open(SealedSource(examples.header, str(base / part.key_file)), use)
     examples.unlock({v: keys.of(v) for v in range(examples.header.virtual_workers)})
-    return OpenedDataset(examples, examples, vocabulary=part.vocabulary)
+    return OpenedDataset(examples, examples, vocabulary=part.vocabulary, units=examples.units)
 
 
 def _limits(config: RunConfig, base: Path, opened: OpenedDataset) -> tuple[int | None, int | None]:
     """Return the numbers of classes and of ids that the run has a place for."""
     assert config.dataset is not None, "it was opened"
     declared = descriptor(config.dataset).classes
-    form, vocabulary = dataset_form(opened.examples), opened.vocabulary
+    form, vocabulary = opened.form, opened.vocabulary
     if config.model is None or form.label_dtype != "int64":
         return (declared if form.label_dtype == "int64" else None), vocabulary
     module = fed_by_name(build_model(model_source(config.model), base, config.seed), form.inputs)

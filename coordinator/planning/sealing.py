@@ -79,7 +79,8 @@ def seal_for(config: RunConfig, base: Path, key_file: Path, out: Path, terms: Se
         policy = simulated_policy(vendor, code_measurement())
     else:
         policy = load_policy(base / config.policy)
-    dataset = descriptor(part).open(base)
+    described = descriptor(part)
+    opened = described.open_slices(base)
     if out.exists():  # Checked before a key is made that would open nothing.
         raise DatasetError("dataset_unreadable", f"cannot write {out}: it already exists.", "Name a new folder.")
     require_name(key_file, "dataset_key")
@@ -89,7 +90,12 @@ def seal_for(config: RunConfig, base: Path, key_file: Path, out: Path, terms: Se
         raise file_error("dataset_key", "write", key_file, error) from None
     try:
         owner = load_dataset_key(key_file)
-        header = seal_dataset(dataset, config.slices, policy.digest(), owner, out, use, terms.demand)
+        units = None
+        # An evaluation split names its units for the check alone: its results are exact, and protect none.
+        if use == "training" and described.unit is not None and opened.units is not None:
+            units = described.unit, opened.units
+        to_seal = opened.examples, config.slices, policy.digest(), owner, out, use, terms.demand
+        header = seal_dataset(*to_seal, units)
         return header, policy
     except BaseException:
         if is_new:

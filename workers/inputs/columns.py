@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.listing import listed
+from raycloak.workers.inputs.unit_names import require_unit_column
 
 if TYPE_CHECKING:
     from raycloak.workers.inputs.descriptor import DatasetDescriptor
@@ -45,11 +46,13 @@ class ColumnLayout:
     Attributes:
         groups: of features.
         labels: as the file names them.
+        unit: the column that says which unit a row belongs to; None without.
         left_out: sentences about columns that are taken for no feature although none was named.
     """
 
     groups: tuple[Group, ...]
     labels: tuple[str, ...]
+    unit: str | None
     left_out: tuple[str, ...] = ()
 
     @property
@@ -60,7 +63,8 @@ class ColumnLayout:
     @property
     def wanted(self) -> list[str]:
         """Every column that is read, once."""
-        return list(dict.fromkeys((*self.features, *self.labels)))
+        unit = () if self.unit is None else (self.unit,)
+        return list(dict.fromkeys((*self.features, *self.labels, *unit)))
 
     def require(self, present: Sequence[str], where: str) -> None:
         """Require the columns in another file of the table; DatasetError ``dataset_array``."""
@@ -97,19 +101,21 @@ def layout(
     twice = next((name for name, count in Counter(present).items() if count > 1), None)
     if twice is not None:
         raise DatasetError("dataset_array", f"{where} has two columns '{twice}'.", "Give each its own name.")
+    unit = None if asked.unit is None else require_unit_column(asked.unit, present, where)
     labels = found_columns(asked.label_names, present, where)
     if asked.inputs:
         sources = ((each, found_columns(each.features, present, where)) for each in asked.inputs)
-        return ColumnLayout(tuple(Group(each.name, names, each.vocabulary) for each, names in sources), labels)
+        return ColumnLayout(tuple(Group(each.name, names, each.vocabulary) for each, names in sources), labels, unit)
     if asked.features:
         names = found_columns(asked.features, present, where)
-        return ColumnLayout((Group("", names, asked.vocabulary),), labels)
+        return ColumnLayout((Group("", names, asked.vocabulary),), labels, unit)
     beside = [name for name in present if not name or name in indexes or _INDEX.fullmatch(name)]
-    names = tuple(name for name in present if name not in labels and name not in beside)
+    names = tuple(name for name in present if name not in (*labels, unit, *beside))
     if not names:
-        raise DatasetError("dataset_array", f"{where} has no column but the label.", "Name a table with features.")
-    left_out = tuple(_left_out(name) for name in beside if name not in labels)
-    return ColumnLayout((Group("", names, asked.vocabulary),), labels, left_out)
+        known = "the label" if unit is None else "the label and the unit"
+        raise DatasetError("dataset_array", f"{where} has no column but {known}.", "Name a table with features.")
+    left_out = tuple(_left_out(name) for name in beside if name not in (*labels, unit))
+    return ColumnLayout((Group("", names, asked.vocabulary),), labels, unit, left_out)
 
 
 def _left_out(name: str) -> str:

@@ -18,6 +18,7 @@ from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.inputs.named_inputs import Inputs, outlined, packed
+from raycloak.workers.inputs.units import UnitNumbers, Units
 
 Batch = tuple[NDArray[Any], NDArray[Any]]
 Arrays = tuple[NDArray[Any], NDArray[Any]]
@@ -56,6 +57,8 @@ class DatasetForm(Message):
         feature_dtype, label_dtype: ``float32`` or ``int64``.
         inputs: by name, of features that are packed; see `raycloak.workers.inputs.named_inputs`. Left out of the bytes
             where there are none.
+        units: number of units whose rows the examples are; see `raycloak.workers.inputs.units`. None, and left out of
+            the bytes, where each example is a unit of its own.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/dataset-form/v1"
@@ -66,6 +69,12 @@ class DatasetForm(Message):
     label_shape: tuple[int, ...]
     label_dtype: Literal["float32", "int64"]
     inputs: Inputs = Field(default=(), exclude_if=lambda inputs: not inputs)
+    units: int | None = Field(default=None, exclude_if=lambda units: units is None)
+
+    @property
+    def population(self) -> int:
+        """The number of units that steps are sampled from: N of the mechanism."""
+        return self.num_examples if self.units is None else self.units
 
     def zeros(self, count: int) -> Batch:
         """Return features and labels of ``count`` examples, all of them zero."""
@@ -81,11 +90,13 @@ class Taken:
         features: names of the columns or arrays that are features, in their order; empty where they have none.
         left_out: sentences about what is there and is no part of an example, with its name and count.
         inputs: how features by name are packed.
+        units: gets the unit of every row that is read; None where each row is a unit of its own.
     """
 
     features: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     inputs: Inputs = ()
+    units: UnitNumbers | None = None
 
 
 class Conversion:
@@ -258,12 +269,16 @@ class CanaryDataset:
 
     Features are flattened. A last column marks examples (0), included canaries (their number, from 1) and excluded
     canaries (-1).
+
+    Args:
+        included: one coin for each canary.
+        rows_each: rows of each canary, one behind the other: as many as a unit has in a step at most.
     """
 
-    def __init__(self, examples: Dataset, included: NDArray[np.bool_]) -> None:
+    def __init__(self, examples: Dataset, included: NDArray[np.bool_], rows_each: int = 1) -> None:
         self._examples = examples
         self._count = len(examples)
-        self._markers = np.where(included, np.arange(1, len(included) + 1), -1)
+        self._markers = np.repeat(np.where(included, np.arange(1, len(included) + 1), -1), rows_each)
 
     def __len__(self) -> int:
         return self._count + len(self._markers)
@@ -352,33 +367,43 @@ def dataset_form(dataset: Dataset) -> DatasetForm:
     )
 
 
-def slice_ids(virtual_worker: int, virtual_workers: int, num_examples: int) -> NDArray[np.int64]:
-    """Return the ids of one virtual worker's examples: all that equal ``virtual_worker`` modulo V, ascending.
+def slice_ids(virtual_worker: int, virtual_workers: int, population: int) -> NDArray[np.int64]:
+    """Return the ids of one virtual worker's units: all that equal ``virtual_worker`` modulo V, ascending.
+
+    Args:
+        population: N, the number of units; of examples where each is a unit of its own.
 
     Raises:
-        DatasetError: ``dataset_small`` if there are fewer examples than virtual workers.
+        DatasetError: ``dataset_small`` if there are fewer units than virtual workers.
     """
     require_bound(0 <= virtual_worker < virtual_workers, "virtual workers are numbered 0 .. V-1")
-    if num_examples < virtual_workers:
+    if population < virtual_workers:
         raise DatasetError(
             "dataset_small",
-            f"{num_examples} examples cannot be spread over {virtual_workers} virtual workers.",
+            f"{population} examples, or units of them, cannot be spread over {virtual_workers} virtual workers.",
             "Lower virtual_workers or take a larger dataset.",
         )
-    return np.arange(virtual_worker, num_examples, virtual_workers, dtype=np.int64)
+    return np.arange(virtual_worker, population, virtual_workers, dtype=np.int64)
 
 
-def slice_digest(dataset: Dataset, ids: NDArray[np.int64]) -> bytes:
+def slice_digest(dataset: Dataset, ids: NDArray[np.int64], units: Units | None = None) -> bytes:
     """Return a SHA-256 over dtype, shape and bytes of the features and labels of ``ids``, in their order.
 
-    Guarantee: changes with any byte, dtype, shape or the order of the examples; independent of how the dataset is
-    stored and of the chunks it is read in.
+    Guarantee: changes with any byte, dtype, shape or the order of the examples, and with the number of rows of any
+    unit; independent of how the dataset is stored and of the chunks it is read in.
+
+    Args:
+        ids: of units if there are any, and else of examples.
+        units: whose rows the examples are; None where each is a unit of its own.
     """
-    form = dataset_form(dataset)
+    form, sizes = dataset_form(dataset), []
+    if units is not None:
+        ids, sizes, form = units.rows_of(ids), [units.sizes(ids)], form.model_copy(update={"units": len(ids)})
     feature_hash, label_hash = hashlib.sha256(), hashlib.sha256()
     for start in range(0, len(ids), _CHUNK):
         features, labels = dataset.batch(ids[start : start + _CHUNK])
         feature_hash.update(np.ascontiguousarray(features).tobytes())
         label_hash.update(np.ascontiguousarray(labels).tobytes())
     outline = form.model_copy(update={"num_examples": len(ids)}).encode()
-    return digest(length_prefixed("raycloak/slice/v1", outline, feature_hash.digest(), label_hash.digest()))
+    cuts = (digest(each.astype("<i8").tobytes()) for each in sizes)
+    return digest(length_prefixed("raycloak/slice/v1", outline, feature_hash.digest(), label_hash.digest(), *cuts))

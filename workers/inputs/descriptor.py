@@ -22,6 +22,7 @@ from raycloak.attestation.sealed.sealed_data import HEADER_FILE
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError, RaycloakError
 from raycloak.metrics.file_errors import file_errors
 from raycloak.metrics.listing import all_listed, listed
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.inputs.built_rows import PipelineIndex, built_files
 from raycloak.workers.inputs.datasets import (
     ArrayDataset,
@@ -54,6 +55,8 @@ from raycloak.workers.inputs.sent_rows import SentSlots
 from raycloak.workers.inputs.tables import CSV_SUFFIXES, PARQUET_SUFFIXES, csv_rows, parquet_rows
 from raycloak.workers.inputs.text_data import TEXT_SUFFIXES, Tokenizer, block_rows, text_rows
 from raycloak.workers.inputs.token_rows import token_files, token_rows
+from raycloak.workers.inputs.unit_names import unit_names
+from raycloak.workers.inputs.units import UnitNumbers, Units
 from raycloak.workers.inputs.user_code import SEE_WHY, resolve, told
 from raycloak.workers.inputs.void import void_check
 
@@ -77,6 +80,7 @@ class OpenedDataset:
         left_out: sentences about what lies beside the examples and is no part of them.
         places: of the files and functions that gave the examples.
         before_canaries: the examples that an audit added its own to; None if there was none.
+        units: whose rows the examples are; None where each is a unit of its own.
     """
 
     examples: Dataset
@@ -88,6 +92,12 @@ class OpenedDataset:
     left_out: tuple[str, ...] = ()
     places: Places = NOWHERE
     before_canaries: Dataset | None = None
+    units: Units | None = None
+
+    @property
+    def form(self) -> DatasetForm:
+        """The public outline of the data; errors as `dataset_form`."""
+        return dataset_form(self.examples).model_copy(update={"units": None if self.units is None else len(self.units)})
 
     @property
     def own_examples(self) -> Dataset:
@@ -152,8 +162,12 @@ class DatasetDescriptor(Message):
         sent: of kind ``sent``: the form of the examples, and the most of them in one step.
         inputs: features of a model that takes several by name; ``features`` is empty then.
         allow_void: whether examples are accepted that get no gradient; see `raycloak.workers.inputs.void`.
+        unit: public name of what epsilon protects as a whole, such as ``patient_id``: the column that says whose a row
+            is, of kind npz the array; of images what their innermost folders are, of ``text_blocks`` a document, of a
+            function's dataset what its ``unit(index)`` names. None where it is each example.
+        rows_per_unit: k, the most rows of a unit that take part in one step.
 
-    The last three are left out of the bytes where they say nothing.
+    The last five are left out of the bytes where they say nothing.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/dataset/v1"
@@ -177,6 +191,8 @@ class DatasetDescriptor(Message):
     sent: DatasetForm | None = Field(default=None, exclude_if=lambda form: form is None)
     inputs: tuple[InputSource, ...] = Field(default=(), exclude_if=lambda inputs: not inputs)
     allow_void: bool = Field(default=False, exclude_if=lambda allowed: not allowed)
+    unit: str | None = Field(default=None, exclude_if=lambda unit: unit is None)
+    rows_per_unit: int = Field(default=1, ge=1, exclude_if=lambda rows: rows == 1)
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -199,8 +215,8 @@ class DatasetDescriptor(Message):
 
         Raises:
             DatasetError: ``dataset_unreadable``, ``dataset_empty``, ``dataset_lengths``, ``dataset_array``,
-                ``dataset_dtype``, ``dataset_label``, ``dataset_void``, ``dataset_scratch``, ``dataset_function`` or
-                ``data_changed``.
+                ``dataset_dtype``, ``dataset_label``, ``dataset_void``, ``dataset_scratch``, ``dataset_function``,
+                ``dataset_unit`` or ``data_changed``.
             ConfigError: ``module_function``, ``sealed_data``, ``images_missing``, or what
                 `raycloak.workers.inputs.text_data.Tokenizer.load` raises.
             ProtocolError: ``malformed`` for the file of ``canaries``.
@@ -244,6 +260,22 @@ def split_is_private(why: str) -> ConfigError:
     )
 
 
+def require_nobody_in_both(trained: Units | None, measured: Units | None, unit: str | None) -> None:
+    """Refuse a split with rows of a unit that is trained on; DatasetError ``unit_in_both``.
+
+    Nothing is refused where either has no names of its units, as sealed data and data in memory have none.
+
+    Args:
+        unit: public name of what the units are.
+    """
+    if trained is not None and measured is not None and trained.shared_with(measured):
+        raise DatasetError(
+            "unit_in_both",
+            f"some {unit} has rows in dataset and in evaluation.dataset, so results on the split are of trained rows.",
+            f"Split the data by {unit}. 'raycloak data check' counts them, on the owner's machine.",
+        )
+
+
 class AuditedExamples(Message):
     """The examples that an audit adds canaries to.
 
@@ -280,14 +312,29 @@ def _open_module(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
             f"{descriptor.function} returned a {type(dataset).__name__}, not a Dataset.",
             "Return an object with __len__ and batch(ids).",
         )
+    tell_unit = getattr(dataset, "unit", None)
     with _function_errors(descriptor.function):
         features, _ = dataset.batch(np.empty(0, np.int64))
         if isinstance(features, Mapping):
             vocabularies = {each.name: each.vocabulary for each in descriptor.inputs}
             dataset = NamedDataset(dataset, vocabularies, descriptor.function)
         dataset_form(dataset)
+        units = None if descriptor.unit is None else _units_told(tell_unit, len(dataset), descriptor.function)
     accept = void_check(descriptor, descriptor.function, Taken(inputs=named_inputs_of(dataset)))
-    return OpenedDataset(SteadyDataset(dataset, accept), places=written_function(function))
+    return OpenedDataset(SteadyDataset(dataset, accept), places=written_function(function), units=units)
+
+
+def _units_told(tell_unit: Any, count: int, function: str) -> Units:
+    """Ask a dataset of user code for the unit of each example, once; what it says later changes nothing."""
+    if not callable(tell_unit):
+        raise DatasetError(
+            "dataset_unit",
+            f"dataset.unit is set, and the dataset of {function} has no unit(index).",
+            "Let it return the name of the unit of the example with that id, a whole number or a text.",
+        )
+    numbers = UnitNumbers()
+    numbers.add(unit_names([tell_unit(index) for index in range(count)], f"{function}, unit(index)"))
+    return numbers.units()
 
 
 @contextmanager
@@ -306,7 +353,14 @@ def _function_errors(function: str) -> Iterator[None]:
 def _open_sealed(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     folder = _path(descriptor, base)
     dataset = SealedDataset(folder)
-    return OpenedDataset(dataset, dataset, places=file_places([folder / HEADER_FILE]))
+    sealed_by, asked = (each or "example" for each in (dataset.header.unit, descriptor.unit))
+    if sealed_by != asked:
+        raise ConfigError(
+            "sealed_data",
+            f"{folder} was sealed for runs that protect each {sealed_by} as a whole, and this one would each {asked}.",
+            "Set dataset.unit to what the data was sealed for, or seal it again.",
+        )
+    return OpenedDataset(dataset, dataset, places=file_places([folder / HEADER_FILE]), units=dataset.units)
 
 
 def _open_sent(descriptor: DatasetDescriptor, _: Path) -> OpenedDataset:
@@ -315,15 +369,17 @@ def _open_sent(descriptor: DatasetDescriptor, _: Path) -> OpenedDataset:
 
 
 def _open_npz(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
-    files, taken = _files(descriptor, base, (".npz",)), Taken()
+    files, taken = _files(descriptor, base, (".npz",)), _taken(descriptor)
     chunks, accept = npz_rows(files, descriptor, taken), void_check(descriptor, files.text, taken)
     examples = gathered(chunks, files.text, descriptor.scale, taken=taken, accept=accept, in_memory=True)
-    return _of_files(files, examples, features=taken.features)
+    return _of_files(files, examples, taken)
 
 
 def _open_memory(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
-    # The file lies where a run put it, which says nothing of the data.
-    return replace(_open_npz(descriptor, base), places=NOWHERE)
+    opened = _open_npz(descriptor, base)
+    # The file lies where a run put it, which says nothing of the data, and it numbers units without their names.
+    units = None if opened.units is None else replace(opened.units, tags=None)
+    return replace(opened, places=NOWHERE, units=units)
 
 
 def _open_csv(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -341,18 +397,32 @@ def _table(
     vocabulary: int | None = None,
 ) -> OpenedDataset:
     """Gather what ``rows`` reads of tables, and say which of their columns are no part of it."""
-    taken = Taken()
+    taken = _taken(descriptor)
     accept = void_check(descriptor, files.text, taken, vocabulary)
     chunks = rows(files, descriptor, taken)
     examples = gathered(chunks, files.text, descriptor.scale, taken=taken, accept=accept)
-    found = _of_files(files, examples, vocabulary=vocabulary, features=taken.features)
+    found = _of_files(files, examples, taken, vocabulary=vocabulary)
     return replace(found, left_out=(*taken.left_out, *found.left_out))
 
 
-def _of_files(files: FileSet, examples: Dataset, **known: Any) -> OpenedDataset:
+def _taken(descriptor: DatasetDescriptor) -> Taken:
+    return Taken(units=None if descriptor.unit is None else UnitNumbers())
+
+
+def _of_files(files: FileSet, examples: Dataset, taken: Taken, **known: Any) -> OpenedDataset:
     """Return examples that were read from files, with what is known of these."""
     left_out = (f"{files.text}: {left_out_text(files.left_out)}",) if files.left_out else ()
-    return OpenedDataset(examples, file_digest=files.digest(), left_out=left_out, places=files.places(), **known)
+    units = None if taken.units is None else taken.units.units()
+    require_bound(units is None or len(units.rows) == len(examples), "each row has a unit")
+    return OpenedDataset(
+        examples,
+        file_digest=files.digest(),
+        left_out=left_out,
+        places=files.places(),
+        features=taken.features,
+        units=units,
+        **known,
+    )
 
 
 def _open_built(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -369,10 +439,10 @@ def _open_built(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
 def _open_images(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     assert descriptor.size is not None, "images come with a size"
     files = _files(descriptor, base, SUFFIXES)
-    classes = image_classes(files, descriptor.class_names)
-    decoder = decoder_digest(classes)
-    rows = image_rows(files, classes, descriptor.size, descriptor.channels)
-    opened = _of_files(files, gathered(rows, files.text, descriptor.scale, numbers=True), tokenizer=decoder)
+    classes = image_classes(files, descriptor.class_names, descriptor.unit)
+    decoder, taken = decoder_digest(classes), _taken(descriptor)
+    rows = image_rows(files, classes, descriptor.size, descriptor.channels, taken)
+    opened = _of_files(files, gathered(rows, files.text, descriptor.scale, numbers=True), taken, tokenizer=decoder)
     # A folder is its images' label, and so a part of the data.
     content, folders = opened.file_digest, (Path(name).parts[0] for name in files.names)
     bound = digest(length_prefixed("raycloak/image-folder/v1", content, *folders)) if content else b""
@@ -407,8 +477,10 @@ def _open_canaries(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
         audited = parse(AuditedExamples, path.read_bytes())
     opened = audited.dataset.open_slices(audited.base)
     # What the data is known by stays. This process itself adds the canaries, which differ from audit to audit.
-    with_canaries = CanaryDataset(opened.examples, np.array(audited.included))
-    return replace(opened, examples=with_canaries, before_canaries=opened.examples)
+    rows_each = audited.dataset.rows_per_unit
+    with_canaries = CanaryDataset(opened.examples, np.array(audited.included), rows_each)
+    units = None if opened.units is None else opened.units.with_more(len(audited.included), rows_each)
+    return replace(opened, examples=with_canaries, before_canaries=opened.examples, units=units)
 
 
 def _path(descriptor: DatasetDescriptor, base: Path) -> Path:
@@ -450,7 +522,8 @@ LABELS: Final = "a list of labels"
 CLASSES: Final = "a list of classes"
 """Beside the names of fields: forms of ``labels`` and ``classes`` that not every kind takes."""
 
-_TABLE: Final = ("inputs", LABELS, CLASSES)
+_UNIT: Final = ("unit", "rows_per_unit")
+_TABLE: Final = ("inputs", LABELS, CLASSES, *_UNIT)
 _NO_SCALE: Final = {"scale": "text has no scale"}
 _TEXT: Final = {"vocabulary": "the vocabulary of text is the tokenizer's", **_NO_SCALE}
 _IMAGES: Final = "images have no features or vocabulary to name"
@@ -459,14 +532,14 @@ _NOT_SENT: Final = ("split", "features", "labels", "scale", "channels", "allow_v
 
 KINDS: Final[Mapping[str, DatasetKind]] = {
     "digits": DatasetKind("scikit-learn's 1,797 images", _open_digits),
-    "npz": DatasetKind("an archive of arrays that numpy wrote", _open_npz, ("path",), ("inputs", LABELS)),
+    "npz": DatasetKind("an archive of arrays that numpy wrote", _open_npz, ("path",), ("inputs", LABELS, *_UNIT)),
     "csv": DatasetKind("files of lines, whose first line names the columns", _open_csv, ("path",), _TABLE, features=()),
     "parquet": DatasetKind("files of columns with types", _open_parquet, ("path",), _TABLE, features=()),
     "imagefolder": DatasetKind(
         "a folder for each class",
         _open_images,
         needs=("path", "size"),
-        takes=(CLASSES,),
+        takes=(CLASSES, *_UNIT),
         refuses={"features": _IMAGES, "vocabulary": _IMAGES},
         scale=255.0,
     ),
@@ -482,14 +555,18 @@ KINDS: Final[Mapping[str, DatasetKind]] = {
         "a ``.tsv`` file of text and class number, or a parquet table",
         _open_text,
         needs=("path", "tokenizer", "max_length"),
-        takes=(LABELS, CLASSES),
+        takes=(LABELS, CLASSES, *_UNIT),
         refuses=_TEXT,
         features=("text",),
     ),
     "text_blocks": DatasetKind(
-        "files of text, each cut to blocks", _open_text, needs=("path", "tokenizer", "max_length"), refuses=_TEXT
+        "files of text, each cut to blocks",
+        _open_text,
+        needs=("path", "tokenizer", "max_length"),
+        takes=("blocks_per_unit",),
+        refuses=_TEXT,
     ),
-    "module": DatasetKind("what ``module:function`` returns", _open_module, ("function",), ("inputs",)),
+    "module": DatasetKind("what ``module:function`` returns", _open_module, ("function",), ("inputs", *_UNIT)),
     "ray_data": DatasetKind(
         "what ``raycloak data build`` wrote", _open_built, ("path", "function"), _TABLE, features=()
     ),
@@ -497,6 +574,7 @@ KINDS: Final[Mapping[str, DatasetKind]] = {
         "what ``raycloak data seal`` wrote",
         _open_sealed,
         needs=("path", "key_file"),
+        takes=_UNIT,
         refuses={
             "fingerprint_key": _SEALED,
             "scale": _SEALED,

@@ -18,6 +18,7 @@ from raycloak.metrics.file_errors import file_error, file_errors
 from raycloak.workers.inputs.datasets import Arrays, Taken, check_arrays
 from raycloak.workers.inputs.file_sets import ZIP, FileSet, require_unpacked
 from raycloak.workers.inputs.named_inputs import outlined, packed
+from raycloak.workers.inputs.unit_names import require_unit_column, unit_names
 
 if TYPE_CHECKING:
     from raycloak.workers.inputs.descriptor import DatasetDescriptor
@@ -63,8 +64,18 @@ def _read_npz(file: BinaryIO, where: str, asked: "DatasetDescriptor", taken: Tak
             f"{where}: an npz dataset has its features in one array.",
             "Name that array as dataset.features. For a model that takes several arrays by name, set dataset.inputs.",
         )
-    found = _arrays(file, where, [*(each for (each,) in names), *asked.label_names])
-    arrays, columns = found[: len(names)], found[len(names) :]
+    wanted = [*(each for (each,) in names), *asked.label_names]
+    found = _arrays(file, where, wanted, asked.unit)
+    arrays, columns = found[: len(names)], found[len(names) : len(wanted)]
+    if taken.units is not None:
+        named = unit_names(found[-1], f"{where}, array '{asked.unit}'")
+        if len(named) != len(arrays[0]):
+            raise DatasetError(
+                "dataset_unit",
+                f"{where}: {len(arrays[0])} examples, and array '{asked.unit}' names the units of {len(named)}.",
+                "Give each example the name of its unit.",
+            )
+        taken.units.add(named)
     if len(columns) > 1 and {each.shape for each in columns} != {columns[0].shape[:1]}:
         raise DatasetError(
             "dataset_array", f"{where}: of several arrays of labels one is not [N].", "Give them as one array [N, k]."
@@ -82,13 +93,15 @@ def _read_npz(file: BinaryIO, where: str, asked: "DatasetDescriptor", taken: Tak
     return packed(parts, taken.inputs), target
 
 
-def _arrays(file: BinaryIO, where: str, names: list[str]) -> list[NDArray[Any]]:
+def _arrays(file: BinaryIO, where: str, names: list[str], unit: str | None) -> list[NDArray[Any]]:
+    """Return the arrays of those names, and behind them the one that names the unit of each row, if one does."""
     try:
         archive = np.load(file, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise DatasetError("dataset_unreadable", f"{where} holds one array, not several.", _NPZ)
         with archive:
-            return [_array(archive, name, where) for name in names]
+            more = () if unit is None else (require_unit_column(unit, sorted(archive.files), where),)
+            return [_array(archive, name, where) for name in (*names, *more)]
     except OSError as error:
         raise file_error("dataset_unreadable", "read", where, error, DatasetError) from None
     except _BROKEN as error:

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ConfigError, DatasetError
-from raycloak.workers.inputs.datasets import Arrays
+from raycloak.workers.inputs.datasets import Arrays, Taken
 from raycloak.workers.inputs.file_sets import FileSet, left_out_text
+from raycloak.workers.inputs.unit_names import unit_names
 
 Channels = Literal["grey", "rgb"]
 TOO_DEEP = "has more than 8 bits a channel"
@@ -49,16 +50,26 @@ class DeepImageError(Exception):
     """An image of more than 8 bits a channel."""
 
 
-def image_classes(files: FileSet, declared: tuple[str, ...]) -> tuple[str, ...]:
+def image_classes(files: FileSet, declared: tuple[str, ...], unit: str | None = None) -> tuple[str, ...]:
     """Return the public list of classes: the declared one, or else the sorted names of the folders.
 
     Names are in one form of Unicode: an umlaut may be written as one letter or as two.
+
+    Args:
+        unit: if there are any, each image lies in a folder of its unit below that of its class.
 
     Raises:
         DatasetError: ``dataset_array`` if an image lies in no folder of a class, or a folder has none that is read;
             ``dataset_label`` if a folder is not in the declared list.
     """
-    deep = next((name for name in files.names if len(PurePosixPath(name).parts) != 2), None)
+    depth = 2 if unit is None else 3
+    deep = next((name for name in files.names if len(PurePosixPath(name).parts) != depth), None)
+    if deep is not None and unit is not None:
+        raise DatasetError(
+            "dataset_unit",
+            f"{files.text} has images that are not in a folder of their {unit} in a folder of their class.",
+            "Put each image of one into one folder of its name, such as cats/17/1.jpg, in each class that it has.",
+        )
     if deep is not None:
         raise DatasetError(
             "dataset_array",
@@ -102,16 +113,22 @@ def _require_no_lost_class(files: FileSet, found: set[str], declared: tuple[str,
         )
 
 
-def image_rows(files: FileSet, classes: tuple[str, ...], size: tuple[int, int], channels: Channels) -> Iterator[Arrays]:
+def image_rows(
+    files: FileSet, classes: tuple[str, ...], size: tuple[int, int], channels: Channels, taken: Taken
+) -> Iterator[Arrays]:
     """Yield pixels [n, channels, height, width], uint8, and class numbers [n], in chunks.
 
     Args:
         size: height and width; an image of another size is resized, whatever its proportions.
+        taken: gets the units: images in folders of one name are one, whatever their class.
 
     Raises:
         DatasetError: ``dataset_unreadable`` for a file that is no image, ``dataset_dtype`` for one of more than 8 bits
             a channel; its name stays here, since it may tell of a person.
     """
+    if taken.units is not None:
+        folders = [PurePosixPath(name).parts[1] for name in files.names]
+        taken.units.add(unit_names(folders, f"{files.text}, the folders below those of the classes"))
     pixels: list[NDArray[np.uint8]] = []
     labels: list[int] = []
     for name, (_, file) in zip(files.names, files.opened(), strict=True):

@@ -17,6 +17,8 @@ from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.named_inputs import InputSource, outlined, packed
 from raycloak.workers.inputs.rows import gathered
 from raycloak.workers.inputs.text_data import text_example
+from raycloak.workers.inputs.unit_names import unit_names
+from raycloak.workers.inputs.units import UnitNumbers
 from raycloak.workers.inputs.user_code import own_words
 from raycloak.workers.inputs.void import void_check
 
@@ -25,6 +27,8 @@ _LABEL_KEYS = {"labels", "label"}
 _TEXT_KEYS = _LABEL_KEYS | {"input_ids", "attention_mask", "token_type_ids"}
 # Of the array of an input in the file, where labels have a name too.
 _PREFIX = "input."
+# Of the array that says whose an example is, and so the public name of that.
+_UNIT = "unit"
 
 
 _Example = tuple[dict[str, NDArray[Any]], NDArray[Any]]
@@ -43,12 +47,14 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
             several inputs by name, x is a mapping of names to them, or the example is one that has ``labels`` as well
             and no ``input_ids``.
             Where an input is integer, an attribute ``vocabulary`` says how many ids there are, a number or one by name;
-            a text model says it too. An attribute ``allow_void`` is `DatasetDescriptor.allow_void`.
+            a text model says it too. An attribute ``allow_void`` is `DatasetDescriptor.allow_void`. A method
+            ``unit(index)`` returns the name of what the example is of, such as a patient's number, and protects all
+            that it is the name of as a whole; ``rows_per_unit`` is then the most examples of one in a step.
         path: absolute path of the file to write.
 
     Raises:
         DatasetError: ``dataset_array`` if it is not map-style or shapes differ between examples, ``dataset_empty``,
-            ``dataset_dtype``, ``dataset_function`` if an example cannot be had, ``dataset_void``.
+            ``dataset_dtype``, ``dataset_function`` if an example cannot be had, ``dataset_void``, ``dataset_unit``.
         ConfigError: ``vocabulary``, as `raycloak.workers.inputs.named_inputs.outlined`.
     """
     _require_map_style(dataset)
@@ -71,6 +77,10 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
             for each in taken.inputs
         )
         described = described.model_copy(update={"features": (), "inputs": sources})
+    if (of_rows := _units_told(dataset)) is not None:
+        # Numbers, not names: a file that a run leaves behind tells no more than it must.
+        described = described.model_copy(update={"unit": _UNIT, "rows_per_unit": dataset.rows_per_unit})
+        arrays[_UNIT] = of_rows
     # Here, where the caller sees it, and not in each worker.
     gathered([(features, labels)], "the dataset", accept=void_check(described, "the dataset", taken), in_memory=True)
     # The mode is given when the file is created: at no moment can others open it.
@@ -80,6 +90,26 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
         np.savez(file, allow_pickle=False, labels=labels, **arrays)
     partial.replace(path)
     return described
+
+
+def _units_told(dataset: Any) -> NDArray[np.int64] | None:
+    """Return the number of the unit of each example, int64 [n]; None where each is a unit of its own."""
+    told, rows = getattr(dataset, "unit", None), getattr(dataset, "rows_per_unit", None)
+    if told is None and rows is None:
+        return None
+    if not callable(told) or not isinstance(rows, int) or rows < 1:
+        raise DatasetError(
+            "dataset_unit",
+            "a dataset of units has a method unit(index), and rows_per_unit, a number that is at least 1.",
+            "Give it both, or neither.",
+        )
+    numbers = UnitNumbers()
+    try:
+        names = [told(index) for index in range(len(dataset))]
+    except Exception as error:
+        raise DatasetError("dataset_function", f"unit(index) fails with {own_words(error)}", "Mend it.") from error
+    numbers.add(unit_names(names, "the dataset, unit(index)"))
+    return numbers.of_rows()
 
 
 def require_first(dataset: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from raycloak.workers.inputs.datasets import Taken
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.file_sets import FileSet
 from raycloak.workers.inputs.images import SUFFIXES, ImageFacts, image_facts
@@ -29,7 +30,7 @@ def cut_examples(descriptor: DatasetDescriptor, base: Path) -> int | None:
         assert descriptor.tokenizer is not None, "text comes with a tokenizer"
         tokenizer = Tokenizer.load(descriptor.tokenizer, base)
         files = FileSet(descriptor.path, base, TEXT_SUFFIXES, hashed=False)
-        texts = [read_texts(file, where, descriptor)[0] for where, file in files.opened()]
+        texts = [read_texts(file, where, descriptor, Taken())[0] for where, file in files.opened()]
         lengths = np.concatenate([tokenizer.lengths(each) for each in texts])
     return int(np.count_nonzero(lengths > descriptor.max_length))
 

@@ -1,12 +1,18 @@
 """Sealed datasets: each slice is encrypted under its own key, and opened separately.
 
 Guarantee: an example is in memory only in a process that was given the key of its slice.
+
+Guarantee: all rows of a unit are in one slice. How many rows it has is encrypted with them. The header shows how many
+rows and how many units a slice has.
 """
 
+import itertools
 import secrets
 import shutil
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +31,16 @@ from raycloak.attestation.sealed.sealed_data import (
     slice_file,
     slice_key,
 )
-from raycloak.metrics.errors import DatasetError, EvidenceError
+from raycloak.metrics.errors import ConfigError, DatasetError, EvidenceError
 from raycloak.metrics.file_errors import file_errors
 from raycloak.workers.inputs.datasets import Batch, Dataset, DatasetForm, dataset_form, slice_ids
 from raycloak.workers.inputs.example_codes import example_marks
+from raycloak.workers.inputs.units import Units
 
 # Rows encrypted at once: bounds the memory of sealing.
 _CHUNK = 1024
+# Of a unit, in front of the rows of a slice.
+_SIZE = np.dtype("<i8")
 _RESTORE = "Restore the folder as `raycloak data seal` wrote it."
 
 
@@ -43,6 +52,7 @@ def seal_dataset(
     folder: Path,
     use: Use = "training",
     demand: SealedDemand | None = None,
+    units: tuple[str, Units] | None = None,
 ) -> SealedHeader:
     """Encrypt ``dataset`` into a new ``folder``, slice by slice; the header is written last.
 
@@ -51,12 +61,21 @@ def seal_dataset(
     Args:
         use: the one purpose that its slices may be opened for; see `raycloak.attestation.sealed.sealed_data`.
         demand: the owner's, of every run that trains on it. Training data must have one, an evaluation split none.
+        units: whose rows the examples are, and the public name of what they are; None where each example is a unit of
+            its own.
 
     Raises:
         DatasetError: ``dataset_small``, or ``dataset_unreadable`` if the folder exists or cannot be written.
     """
-    form = dataset_form(dataset)
-    slices = [slice_ids(v, virtual_workers, len(dataset)) for v in range(virtual_workers)]
+    form, unit = dataset_form(dataset), None
+    if units is not None:
+        unit, of_units = units
+        form = form.model_copy(update={"units": len(of_units)})
+    slices = [slice_ids(v, virtual_workers, form.population) for v in range(virtual_workers)]
+    cuts = [b""] * virtual_workers
+    if units is not None:
+        cuts = [of_units.sizes(own).astype(_SIZE).tobytes() for own in slices]
+        slices = [of_units.rows_of(own) for own in slices]
     header = SealedHeader(
         use=use,
         dataset_id=secrets.token_bytes(16),
@@ -64,6 +83,7 @@ def seal_dataset(
         policy_digest=policy_digest,
         demand=demand,
         form=form.model_dump(mode="json"),
+        unit=unit,
         marks=example_marks(dataset, dataset_key),
         key_commitments=(),
     )
@@ -74,9 +94,10 @@ def seal_dataset(
             payloads = []
             for v, ids in enumerate(slices):
                 chunks = [ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK)]
-                pieces = (
+                rows = (
                     np.ascontiguousarray(dataset.batch(chunk)[part]).tobytes() for part in (0, 1) for chunk in chunks
                 )
+                pieces = itertools.chain([cuts[v]] if cuts[v] else [], rows)
                 # Exclusive: two seals must not write into one file.
                 with slice_file(folder, v).open("xb") as file:
                     payloads.append(write_payload(file, keys[v], header.context(v), PAYLOAD, pieces))
@@ -121,10 +142,22 @@ class SealedDataset(Slices):
         self._folder = folder
         self._form = DatasetForm.model_validate_json(canonical_json(self.header.form))
         self.named_inputs = self._form.inputs
-        self._open: dict[int, Batch] = {}
+        self._open: dict[int, _OpenSlice] = {}
+        self._slices = range(self.header.virtual_workers)
+        self.units = None if self._form.units is None else _SealedUnits(self)
+        if self.units is not None:
+            # The first row of each slice, and behind the last the number of all rows.
+            self._starts = np.cumsum([0, *map(self._rows_of_slice, self._slices)])
+            if self._starts[-1] != len(self):
+                raise ConfigError("sealed_data", f"{folder} has slices of other sizes than its header says.", _RESTORE)
 
     def __len__(self) -> int:
         return self._form.num_examples
+
+    @property
+    def population(self) -> int:
+        """The number of units; of examples where each is a unit of its own."""
+        return self._form.population
 
     def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
         """Lock the slices of virtual workers that are not ``hosted``, then :meth:`unlock` the slices of ``keys``."""
@@ -152,21 +185,49 @@ class SealedDataset(Slices):
     def batch(self, ids: NDArray[np.int64]) -> Batch:
         """Return the examples of ``ids``, in order; DatasetError ``slice_sealed`` if the slice of one is locked."""
         features, labels = self._form.zeros(len(ids))
-        slices = ids % self.header.virtual_workers
+        if self.units is None:
+            slices, rows = ids % len(self._slices), ids // len(self._slices)
+        else:
+            slices = np.searchsorted(self._starts, ids, "right") - 1
+            rows = ids - self._starts[slices]
         for v in np.unique(slices):
-            if int(v) not in self._open:
-                raise DatasetError(
-                    "slice_sealed",
-                    f"slice {v} of the dataset is sealed, and no key was given.",
-                    "Ask only for slices that are hosted here.",
-                )
-            own, places = self._open[int(v)], slices == v
-            features[places] = own[0][ids[places] // self.header.virtual_workers]
-            labels[places] = own[1][ids[places] // self.header.virtual_workers]
+            own, places = self._opened(int(v)), slices == v
+            features[places] = own.features[rows[places]]
+            labels[places] = own.labels[rows[places]]
         return features, labels
 
-    def _read(self, v: int, key: Secret) -> Batch:
-        features, labels = self._form.zeros(len(slice_ids(v, self.header.virtual_workers, len(self))))
+    def _opened(self, v: int) -> "_OpenSlice":
+        if v not in self._open:
+            raise DatasetError(
+                "slice_sealed",
+                f"slice {v} of the dataset is sealed, and no key was given.",
+                "Ask only for slices that are hosted here.",
+            )
+        return self._open[v]
+
+    def _units_of_slice(self, v: int) -> int:
+        return 0 if self._form.units is None else len(slice_ids(v, len(self._slices), self._form.units))
+
+    def _rows_of_slice(self, v: int) -> int:
+        if self._form.units is None:
+            return len(slice_ids(v, len(self._slices), len(self)))
+        # A form whose examples are empty is none that a seal writes.
+        row = max(1, sum(part.nbytes for part in self._form.zeros(1)))
+        return max(0, self.header.slices[v].plain_bytes - self._units_of_slice(v) * _SIZE.itemsize) // row
+
+    def spans(self, units: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the first row and the number of rows of each of ``units`` [n], whose slices must be open."""
+        slices, places = units % len(self._slices), units // len(self._slices)
+        starts, sizes = np.empty(units.shape, np.int64), np.empty(units.shape, np.int64)
+        for v in np.unique(slices):
+            own, here = self._opened(int(v)), slices == v
+            sizes[here] = own.sizes[places[here]]
+            starts[here] = self._starts[v] + own.starts[places[here]]
+        return starts, sizes
+
+    def _read(self, v: int, key: Secret) -> "_OpenSlice":
+        features, labels = self._form.zeros(self._rows_of_slice(v))
+        sizes = np.zeros(self._units_of_slice(v), _SIZE)
         unreadable = file_errors("dataset_unreadable", "read", f"slice {v}", DatasetError)
         try:
             with unreadable, slice_file(self._folder, v).open("rb") as file:
@@ -176,10 +237,43 @@ class SealedDataset(Slices):
                 "sealed_changed", f"slice {v} of the dataset is not what was sealed.", _RESTORE
             ) from None
         # The header's shapes and the encrypted sizes are two statements, and may disagree.
-        if len(content) != features.nbytes + labels.nbytes:
+        if len(content) != sum(part.nbytes for part in (sizes, features, labels)):
             raise DatasetError(
                 "sealed_changed", f"slice {v} of the dataset has another size than its header says.", _RESTORE
             )
-        features.reshape(-1).view(np.uint8)[:] = np.frombuffer(content[: features.nbytes], np.uint8)
-        labels.reshape(-1).view(np.uint8)[:] = np.frombuffer(content[features.nbytes :], np.uint8)
-        return features, labels
+        start = 0
+        for part in (sizes, features, labels):
+            part.reshape(-1).view(np.uint8)[:] = np.frombuffer(content[start : start + part.nbytes], np.uint8)
+            start += part.nbytes
+        if len(sizes) and ((sizes < 1).any() or sizes.sum() != len(features)):
+            raise DatasetError("sealed_changed", f"slice {v} of the dataset has other units than rows.", _RESTORE)
+        sizes = sizes.astype(np.int64)
+        return _OpenSlice(features, labels, sizes, np.cumsum(sizes) - sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenSlice:
+    """The examples of an open slice; of each of its units, if there are any, the number of rows and the first."""
+
+    features: NDArray[Any]
+    labels: NDArray[Any]
+    sizes: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+
+class _SealedUnits(Units):
+    """The units of a sealed dataset; DatasetError ``slice_sealed`` for one whose slice is locked."""
+
+    def __init__(self, dataset: SealedDataset) -> None:
+        # No row is listed: which ones a unit has is sealed.
+        super().__init__(np.empty(0, np.int64), np.empty(0, np.int64))
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return self._dataset.population
+
+    def sizes(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._dataset.spans(units)[1]
+
+    def rows_at(self, units: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._dataset.spans(units)[0] + places

@@ -23,6 +23,7 @@ from raycloak.workers.inputs.columns import ColumnLayout, Group, layout
 from raycloak.workers.inputs.datasets import Arrays, Taken
 from raycloak.workers.inputs.file_sets import FileSet, require_unpacked, unzipped
 from raycloak.workers.inputs.named_inputs import outlined, packed
+from raycloak.workers.inputs.unit_names import unit_names
 from raycloak.workers.inputs.void import ALLOW, named_by_check, which
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def parquet_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken) -> It
             rows = _LISTS if any(map(is_list, types.values())) else max(1, _VALUES // len(types))
             for batch in parquet.iter_batches(rows, columns=columns.wanted, use_threads=False):
                 held = dict(zip(batch.schema.names, batch.columns, strict=True))
+                note_units(taken, columns.unit, held, where, row)
                 yield _chunk(held, columns, asked, where, row, taken, read)
                 row += len(batch)
 
@@ -149,6 +151,7 @@ def csv_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken) -> Iterat
         columns.require(present, where)
         for batch in _text_batches(file, where, columns.wanted):
             held = {name: _trimmed(each) for name, each in zip(columns.wanted, batch.columns, strict=True)}
+            note_units(taken, columns.unit, held, where, row, as_text=True)
             yield _chunk(held, columns, asked, where, row, taken, read)
             row += len(batch)
 
@@ -197,6 +200,20 @@ def _chunk(
     if not taken.inputs:
         taken.inputs = outlined(features, {group.name: group.vocabulary for group in columns.groups}, where)
     return packed(features, taken.inputs), labels
+
+
+def note_units(
+    taken: Taken, unit: str | None, held: Mapping[str, Any], where: str, row: int = 0, *, as_text: bool = False
+) -> None:
+    """Tell ``taken`` the units of the rows of a chunk, if it asks for them; errors as `unit_names`.
+
+    Args:
+        unit: the column that names them.
+        held: the columns of the chunk, as Arrow has them.
+        row, as_text: as of `unit_names`.
+    """
+    if unit is not None and taken.units is not None:
+        taken.units.add(unit_names(held[unit], column_place(where, unit), row, as_text=as_text))
 
 
 def _side_by_side(parts: list[NDArray[Any]]) -> NDArray[Any]:

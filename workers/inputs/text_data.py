@@ -22,7 +22,8 @@ from raycloak.workers.inputs.columns import found_columns
 from raycloak.workers.inputs.datasets import Arrays, Taken
 from raycloak.workers.inputs.file_sets import FileSet, unzipped
 from raycloak.workers.inputs.hub_files import library, public_folder, quiet
-from raycloak.workers.inputs.tables import class_numbers, column_place, label_columns, unbroken
+from raycloak.workers.inputs.tables import class_numbers, column_place, label_columns, note_units, unbroken
+from raycloak.workers.inputs.unit_names import require_unit_column
 from raycloak.workers.inputs.void import IGNORED, PADDING, named_by_check, which
 
 if TYPE_CHECKING:
@@ -104,16 +105,18 @@ class Tokenizer:
         return blocks.reshape(-1, length)
 
 
-def text_rows(files: FileSet, asked: "DatasetDescriptor", _: Taken, tokenizer: Tokenizer) -> Iterator[Arrays]:
+def text_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken, tokenizer: Tokenizer) -> Iterator[Arrays]:
     """Yield ids [n, T] and labels [n] or [n, k] of :func:`read_texts`, in chunks; errors as there."""
     assert asked.max_length is not None, "text comes with a length"
     for where, file in files.opened():
-        texts, labels = read_texts(file, where, asked)
+        texts, labels = read_texts(file, where, asked, taken)
         yield tokenizer.rows(texts, asked.max_length), labels
 
 
-def block_rows(files: FileSet, asked: "DatasetDescriptor", _: Taken, tokenizer: Tokenizer) -> Iterator[Arrays]:
+def block_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken, tokenizer: Tokenizer) -> Iterator[Arrays]:
     """Yield the ids of each text file in blocks [n, T], and themselves as labels, -100 at padding.
+
+    A file is a document: its blocks are one unit, if ``taken`` asks for units.
 
     Raises:
         DatasetError: ``dataset_unreadable``.
@@ -121,6 +124,8 @@ def block_rows(files: FileSet, asked: "DatasetDescriptor", _: Taken, tokenizer: 
     assert asked.max_length is not None, "text comes with a length"
     for where, file in files.opened():
         ids = tokenizer.blocks(_text(file, where), asked.max_length)
+        if taken.units is not None:
+            taken.units.add([where] * len(ids))
         yield ids, np.where(ids == PADDING, IGNORED, ids)
 
 
@@ -152,16 +157,25 @@ def text_example(item: Mapping[str, Any], name: str) -> tuple[NDArray[Any], NDAr
     return np.where(mask != 0, ids, PADDING), np.asarray(labels)
 
 
-def read_texts(file: BinaryIO, where: str, asked: "DatasetDescriptor") -> tuple[list[str], NDArray[Any]]:
+def read_texts(file: BinaryIO, where: str, asked: "DatasetDescriptor", taken: Taken) -> tuple[list[str], NDArray[Any]]:
     """Return the texts and labels of a ``.parquet`` table; or of a ``.tsv`` file of text, tab, class number, which gzip
     may have packed.
 
+    Args:
+        taken: gets the units of the rows.
+
     Raises:
-        DatasetError: ``dataset_unreadable``, ``dataset_array`` or ``dataset_label``.
+        DatasetError: ``dataset_unreadable``, ``dataset_array``, ``dataset_label`` or ``dataset_unit``.
     """
     path = PurePath(where)
     if path.suffix == ".parquet":
-        return _parquet(file, where, asked)
+        return _parquet(file, where, asked, taken)
+    if asked.unit is not None:
+        raise DatasetError(
+            "dataset_unit",
+            f"a line of {where} is text and label, and has no column for dataset.unit.",
+            "Give a .parquet table.",
+        )
     other = _OTHERS.get(PurePath(path.name.removesuffix(".gz")).suffix.lower())
     if other is not None:
         raise DatasetError(
@@ -199,15 +213,17 @@ def _tsv(file: BinaryIO, where: str, classes: tuple[str, ...]) -> tuple[list[str
     return texts, np.asarray([int(label) for label in labels], np.int64)
 
 
-def _parquet(file: BinaryIO, where: str, asked: "DatasetDescriptor") -> tuple[list[str], NDArray[Any]]:
+def _parquet(file: BinaryIO, where: str, asked: "DatasetDescriptor", taken: Taken) -> tuple[list[str], NDArray[Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     with unbroken(file, where, "not a parquet file"):
         parquet = pq.ParquetFile(file)
         named = (asked.features[0], *asked.label_names)
-        text, *labels = found_columns(named, parquet.schema_arrow.names, where)
-        table = parquet.read(columns=list(dict.fromkeys((text, *labels))))
+        present = parquet.schema_arrow.names
+        text, *labels = found_columns(named, present, where)
+        units = [] if asked.unit is None else [require_unit_column(asked.unit, present, where)]
+        table = parquet.read(columns=list(dict.fromkeys((text, *labels, *units))))
     column = table.column(text)
     if column.null_count or not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
         missing = np.flatnonzero(np.asarray(column.is_null())) + 1
@@ -216,6 +232,8 @@ def _parquet(file: BinaryIO, where: str, asked: "DatasetDescriptor") -> tuple[li
             f"{where}, column '{text}' is not all text{which(missing.tolist()) if len(missing) else ''}.",
             "Set dataset.features to a column of text.",
         )
+    for name in units:
+        note_units(taken, name, {name: table.column(name)}, where)
     given = [(table.column(name).combine_chunks(), column_place(where, name)) for name in labels]
     return column.to_pylist(), label_columns(given, asked.class_names)
 

@@ -26,9 +26,11 @@ from raycloak.workers.inputs.tables import (
     column_place,
     is_list,
     label_columns,
+    note_units,
     number_column,
     unbroken,
 )
+from raycloak.workers.inputs.unit_names import require_unit_column
 from raycloak.workers.inputs.void import IGNORED, PADDING
 
 if TYPE_CHECKING:
@@ -82,8 +84,10 @@ def token_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken) -> Iter
     """
     assert asked.max_length is not None, "tokenised text comes with a length"
     for where, row_batch in _batches(files, asked):
-        taken.features = tuple(name for name in row_batch.schema.names if name not in asked.label_names)
         found = dict(zip(row_batch.schema.names, row_batch.columns, strict=True))
+        unit = None if asked.unit is None else require_unit_column(asked.unit, list(found), where)
+        taken.features = tuple(name for name in found if name not in (*asked.label_names, unit))
+        note_units(taken, unit, found, where)
         length = asked.max_length
         features = _named(found, asked.inputs, length, where, taken) if asked.inputs else _ids(found, length, where)
         yield features, _labels(found, features, asked, length, where)
@@ -187,7 +191,8 @@ def _wanted(present: list[str], asked: "DatasetDescriptor", where: str) -> list[
             "Tokenise first, and set dataset.labels; a model that predicts tokens has labels: input_ids.",
         )
     beside = () if asked.inputs else ("attention_mask", "token_type_ids")
-    return [name for name in dict.fromkeys((first, *beside, *more)) if name in present]
+    unit = () if asked.unit is None else (require_unit_column(asked.unit, present, where),)
+    return [name for name in dict.fromkeys((first, *beside, *more, *unit)) if name in present]
 
 
 def _lists_integers(array: Any) -> bool:

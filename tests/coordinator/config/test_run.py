@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from raycloak.coordinator.config.losses import LOSSES
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.config.sections import DatasetConfig
+from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.descriptor import CONFIGURED, KINDS, OF_SOME_KINDS
 from raycloak.workers.models.losses import BUILT_IN_LOSSES
@@ -100,6 +101,16 @@ def test_the_good_configuration_is_accepted():
         ("dataset", {"kind": "npz", "path": "x", "classes": ["a", "b"]}, "a list of classes belongs to kind csv"),
         ("dataset", {"kind": "csv", "path": "x", "classes": ["a", "a"]}, "a class is listed twice"),
         ("dataset", {"kind": "csv", "path": "x", "classes": []}, "dataset.classes"),
+        ("dataset.unit", "patient_id", "unit belongs to all kinds but digits, text_blocks and sent"),
+        ("dataset", {"kind": "csv", "path": "x", "unit": "p"}, "dataset.rows_per_unit: say how many rows"),
+        ("dataset", {"kind": "csv", "path": "x", "rows_per_unit": 2}, "rows_per_unit needs the unit"),
+        ("dataset", {"kind": "csv", "path": "x", "unit": "p", "rows_per_unit": 0}, "dataset.rows_per_unit: .* than 0"),
+        ("dataset", {"kind": "csv", "path": "x", "blocks_per_unit": 2}, "blocks_per_unit belongs to kind text_blocks"),
+        (
+            "evaluation",
+            {"dataset": {"kind": "csv", "path": "x", "public": True, "unit": "p", "rows_per_unit": 2}},
+            "evaluation.dataset: rows_per_unit and blocks_per_unit are for training",
+        ),
         ("name", "../elsewhere", "name"),
         ("steps", 0, "steps"),
         ("optimizer.momentum", 1.0, "optimizer.momentum"),
@@ -278,3 +289,11 @@ def test_the_catalogue_of_kinds_names_fields_that_there_are():
     named = {*OF_SOME_KINDS, *(name for kind in KINDS.values() for name in kind.refuses)}
     assert named <= fields
     assert fields - named <= {"kind", "classes"}
+
+
+def test_a_unit_is_named_by_its_column_and_that_of_blocks_is_their_document():
+    table = {"kind": "csv", "path": "x", "unit": "patient_id", "rows_per_unit": 8}
+    blocks = {"kind": "text_blocks", "path": "x", "tokenizer": "t", "max_length": 4, "blocks_per_unit": 3}
+    for raw, unit, rows in ((table, "patient_id", 8), (blocks, "document", 3)):
+        found = descriptor(DatasetConfig.model_validate(raw))
+        assert (found.unit, found.rows_per_unit) == (unit, rows)

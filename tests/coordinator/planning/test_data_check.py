@@ -1,6 +1,7 @@
 """The owner's check counts what would spoil a run, and a run knows that this very data passed it."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
-from raycloak.coordinator.planning.data_check import DataReport, check_data, recorded_check
+from raycloak.coordinator.planning.data_check import DataReport, UnitReport, check_data, recorded_check
 from raycloak.coordinator.planning.dry_run import plan_of
+from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError
 from raycloak.workers.inputs import text_data
@@ -287,3 +289,75 @@ def test_what_is_ignored_in_images_is_counted(base: Path):
     assert (found.turned, found.several_frames) == (2, 1)
     assert any(each.startswith("Images with an EXIF tag that turns them: 2.") for each in found.cautions)
     assert any(each.startswith("Images of several frames or pages: 1.") for each in found.cautions)
+
+
+WHOSE = np.repeat(np.arange(8), [1, 1, 2, 2, 2, 3, 9, 40])
+
+
+def of_patients(base: Path, whose: np.ndarray, **fields: Any) -> DataReport:
+    """Report on the examples, the rows of which are of the patients ``whose``."""
+    features, labels = examples()
+    config = configured(
+        base,
+        features,
+        labels,
+        dataset={"kind": "npz", "path": "data.npz", "unit": "patient", "rows_per_unit": 2, **fields},
+        evaluation={"dataset": {"kind": "npz", "path": "test.npz", "public": True, "unit": "patient"}},
+    )
+    np.savez(base / "data.npz", images=features, labels=labels, patient=whose)
+    return check_data(config, base).report
+
+
+def test_rows_of_a_unit_are_counted_and_those_that_k_cuts_away(base: Path):
+    features, labels = examples()
+    np.savez(base / "test.npz", images=features[:3] + 1, labels=labels[:3], patient=np.array([100, 101, 102]))
+    found = of_patients(base, WHOSE)
+    assert found.units == UnitReport("patient", 8, 2, rows=(1, 2, 40, 40, 40), beyond=1 + 7 + 38, evaluated=0)
+    assert found.problems == ()
+    assert "One patient has 40 of 60 rows, and 2 in a step." in found.cautions
+    assert of_patients(base, np.arange(60)).cautions == (
+        "Every patient has one row: it protects what an example does.",
+    )
+
+
+def test_a_unit_in_both_splits_is_a_problem(base: Path):
+    features, labels = examples()
+    np.savez(base / "test.npz", images=features[:3] + 1, labels=labels[:3], patient=np.array([6, 101, 7]))
+    found = of_patients(base, WHOSE)
+    assert found.problems == ("Of patient with rows in both splits: 2. Split the data by it.",)
+
+
+def test_a_unit_in_both_splits_is_refused_by_the_plan_and_by_a_worker(base: Path):
+    features, labels = examples()
+    split = {"kind": "npz", "path": "test.npz", "public": True, "unit": "patient"}
+    config = configured(
+        base,
+        features,
+        labels,
+        dataset={"kind": "npz", "path": "data.npz", "unit": "patient", "rows_per_unit": 2},
+        evaluation={"dataset": split},
+        expected_batch_size=2,
+        virtual_workers=4,
+    )
+    np.savez(base / "data.npz", images=features, labels=labels, patient=WHOSE)
+    assert config.dataset is not None
+    assert config.evaluation is not None
+    for evaluated, code in ((7, "unit_in_both"), (8, None)):
+        np.savez(base / "test.npz", images=features[:1] + 1, labels=labels[:1], patient=np.array([evaluated]))
+        setup = WorkerSetup(
+            model=model_source(config.model),
+            loss=LossSpec.of("cross_entropy"),
+            dataset=descriptor(config.dataset),
+            base=str(base),
+            seed=0,
+            device="cpu",
+            evaluation=descriptor(config.evaluation.dataset),
+        )
+        for tried in (partial(plan_of, config, base), partial(open_workload, setup)):
+            if code is None:
+                tried()
+                continue
+            with pytest.raises(DatasetError) as refusal:
+                tried()
+            assert refusal.value.code == code
+            assert "7" not in refusal.value.message

@@ -16,6 +16,7 @@ from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, SteadyDataset, dataset_form, slice_digest, slice_ids
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.in_memory import export_in_memory
+from raycloak.workers.inputs.units import Units
 
 IMAGES = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
 LABELS = np.array([2, 0, 1], dtype=np.uint8)
@@ -342,3 +343,19 @@ def test_one_read_of_a_steady_dataset_gives_no_example_in_two_versions() -> None
 
     with pytest.raises(DatasetError, match="data_changed"):
         SteadyDataset(Counting()).batch(ids(1, 1))
+
+
+def test_the_digest_of_a_slice_changes_with_the_rows_of_a_unit_alone() -> None:
+    dataset = ArrayDataset(np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6))
+    cut = Units(np.arange(6), np.array([2, 3, 6]))
+    every = np.arange(3)
+    assert slice_digest(dataset, every, cut) == slice_digest(dataset, every, Units(np.arange(6), np.array([2, 3, 6])))
+    found = {
+        slice_digest(dataset, np.arange(6)),
+        slice_digest(dataset, every, cut),
+        slice_digest(dataset, every[:2], cut),
+        slice_digest(dataset, every, Units(np.arange(6), np.array([1, 3, 6]))),
+        slice_digest(dataset, every, Units(np.array([1, 0, 2, 3, 4, 5]), np.array([2, 3, 6]))),
+        slice_digest(dataset, np.arange(6), Units(np.arange(6), np.arange(1, 7))),
+    }
+    assert len(found) == 6

@@ -8,7 +8,7 @@ import pytest
 
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.workers.inputs import images
-from raycloak.workers.inputs.datasets import dataset_form
+from raycloak.workers.inputs.datasets import Taken, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.file_sets import FileSet
 from raycloak.workers.inputs.fingerprint import data_marks
@@ -158,7 +158,7 @@ def test_rows_are_the_images_in_order_with_the_number_of_their_folder(tmp_path: 
         (tmp_path / "pets" / name).write_bytes(bytes([number]))
 
     monkeypatch.setattr(images, "decoded", first_byte)
-    found = list(images.image_rows(files, ("b", "a"), (2, 3), "grey"))
+    found = list(images.image_rows(files, ("b", "a"), (2, 3), "grey", Taken()))
     assert np.array_equal(np.concatenate([pixels for pixels, _ in found])[:, 0, 1, 2], np.arange(140))
     assert np.concatenate([labels for _, labels in found]).tolist() == [1] * 70 + [0] * 70
 

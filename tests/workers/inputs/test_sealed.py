@@ -5,6 +5,7 @@ import pickle
 import sqlite3
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,15 @@ from raycloak.attestation.orchestrator.revocations import revoke
 from raycloak.attestation.orchestrator.state import state_file
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.sealed.demand import SealedDemand
-from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, SliceKeys, Use, slice_file, slice_key
+from raycloak.attestation.sealed.sealed_data import (
+    HEADER_FILE,
+    SealedHeader,
+    SealedSource,
+    SliceKeys,
+    Use,
+    slice_file,
+    slice_key,
+)
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
@@ -36,11 +45,12 @@ from raycloak.metrics.errors import (
 )
 from raycloak.workers import train_worker
 from raycloak.workers.inputs.code_bundle import CodeBundle
-from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form, slice_ids
-from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form, slice_digest, slice_ids
+from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
 from raycloak.workers.inputs.example_codes import example_marks
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.sealed import SealedDataset, seal_dataset
+from raycloak.workers.inputs.units import Units
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.train_worker import TrainWorker
@@ -453,3 +463,74 @@ def test_an_account_that_is_bound_to_another_seal_pays_nothing_for_this_one(tmp_
     with pytest.raises(BudgetError, match=r"dataset_mismatch: .*6666.*is [0-9a-f]{64}"):
         run.train()
     assert "released" not in log_of(run)
+
+
+CUT = np.array([3, 4, 9, 12, 14, 20, 40])
+"""Ends of the rows of seven units, of the 40 examples in a shuffled order."""
+
+
+@pytest.fixture
+def people() -> Units:
+    return Units(np.random.default_rng(3).permutation(40), CUT)
+
+
+@pytest.fixture
+def of_people(plain: ArrayDataset, people: Units, tmp_path: Path) -> Path:
+    seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "people", demand=DEMAND, units=("patient_id", people))
+    return tmp_path / "people"
+
+
+def opened_people(folder: Path) -> OpenedDataset:
+    described = DatasetDescriptor(kind="sealed", path=folder.name, unit="patient_id", rows_per_unit=2)
+    return described.open_slices(folder.parent)
+
+
+def test_guarantee_a_slice_holds_all_rows_of_its_units(plain: ArrayDataset, people: Units, of_people: Path) -> None:
+    data = opened_people(of_people)
+    assert data.units is not None
+    assert (len(data.units), data.form.num_examples, data.form.population) == (7, 40, 7)
+    data.slices.take(keys_of(of_people, 1), {1})
+    own = slice_ids(1, COUNT, 7)
+    assert data.units.sizes(own).tolist() == people.sizes(own).tolist()
+    for unit in own:
+        mine, original = data.units.rows_of(np.array([unit])), people.rows_of(np.array([unit]))
+        for part, expected in zip(data.examples.batch(mine), plain.batch(original), strict=True):
+            assert part.tobytes() == expected.tobytes()
+    words = np.random.default_rng(4).integers(0, 2**64, (2, 3), np.uint64)
+    (rows, present), (others, there) = (each.chosen(own, 3, words) for each in (data.units, people))
+    assert present.tolist() == there.tolist()
+    assert data.examples.batch(rows.ravel())[0].tobytes() == plain.batch(others.ravel())[0].tobytes()
+    with pytest.raises(DatasetError, match="slice_sealed"):
+        data.units.rows_of(np.array([0]))
+
+
+def test_sealed_units_have_the_digest_of_those_in_the_clear(
+    plain: ArrayDataset, people: Units, of_people: Path
+) -> None:
+    data = opened_people(of_people)
+    data.slices.take(keys_of(of_people, 0, 1, 2), {0, 1, 2})
+    for v in range(COUNT):
+        own = slice_ids(v, COUNT, 7)
+        assert slice_digest(data.examples, own, data.units) == slice_digest(plain, own, people)
+
+
+def test_another_unit_than_the_one_that_was_sealed_is_refused(of_people: Path, folder: Path) -> None:
+    for path, unit in ((of_people, None), (of_people, "clinic"), (folder, "patient_id")):
+        with pytest.raises(ConfigError, match="sealed_data"):
+            DatasetDescriptor(kind="sealed", path=path.name, unit=unit).open_slices(path.parent)
+
+
+def test_a_header_with_another_unit_opens_no_slice(of_people: Path) -> None:
+    header = SealedHeader.load(of_people)
+    for change in ({"unit": "clinic"}, {"unit": None}):
+        other = header.model_copy(update=change)
+        assert slice_key(KEY, other, 0).reveal() != slice_key(KEY, header, 0).reveal()
+
+
+def test_slices_that_do_not_add_up_to_the_rows_of_the_header_are_refused(of_people: Path) -> None:
+    header = SealedHeader.load(of_people)
+    assert isinstance(header.form["num_examples"], int)
+    form = {**header.form, "num_examples": header.form["num_examples"] + 1}
+    (of_people / HEADER_FILE).write_bytes(header.model_copy(update={"form": form}).encode())
+    with pytest.raises(ConfigError, match="other sizes than its header"):
+        SealedDataset(of_people)
