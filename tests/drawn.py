@@ -15,7 +15,9 @@ def batches_of(
     """Return the micro-batches of ``ids``."""
     places = np.arange(mechanism.micro_batch_size * mechanism.micro_batches)
     held = dataset.batch(np.array([padding])) if spare is None else spare
-    return micro_batches(dataset, ids, mechanism, padding=padding, places=places, spare=held)
+    padded = np.concatenate([ids, np.full(max(0, len(places) - len(ids)), padding)])[:, None]
+    present = (places < len(ids))[:, None]
+    return micro_batches(dataset, padded, present, mechanism, places=places, spare=held)
 
 
 def spare_of(dataset: Dataset) -> Batch:

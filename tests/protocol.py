@@ -61,6 +61,7 @@ from raycloak.metrics.traces import OFF, Traces
 from raycloak.workers.device.words import CpuWords
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.inputs.datasets import ArrayDataset
+from raycloak.workers.inputs.units import Units
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerSetup
 from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.models.models import ModelSource, build_model
@@ -169,12 +170,13 @@ def computer(
     data: Arrays | None = None,
     model: Callable[[], nn.Module] = small_model,
     words: CpuWords | None = None,
+    units: Units | None = None,
 ) -> VirtualWorkerComputer:
     """Return a computer of any virtual worker's vectors, outside of any worker."""
     module = build_model(ModelSource.of(f"tests.models:{model.__name__}"), ".", 0)
     dataset = ArrayDataset(*(examples() if data is None else data))
     engine = GradientEngine(module, cross_entropy, mechanism)
-    return VirtualWorkerComputer(mechanism, engine, dataset, spare_of(dataset), words=words)
+    return VirtualWorkerComputer(mechanism, engine, dataset, spare_of(dataset), units, words=words)
 
 
 def initial_parameters(model: Callable[[], nn.Module] = small_model) -> np.ndarray:

@@ -230,7 +230,8 @@ class EvaluationReply(Message):
 
 def check_evaluation_form(evaluation: DatasetForm, training: DatasetForm) -> None:
     """Require a split of the shapes and types that the model was checked on; DatasetError ``evaluation_form``."""
-    if evaluation.model_copy(update={"num_examples": training.num_examples}) != training:
+    # Of a split every row is measured, whosever it is.
+    if evaluation.model_copy(update={"num_examples": training.num_examples, "units": training.units}) != training:
         raise DatasetError(
             "evaluation_form",
             f"the evaluation split has features {evaluation.feature_dtype} {list(evaluation.feature_shape)} and "

@@ -21,6 +21,7 @@ from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import SumEngine
 from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, named_inputs_of
 from raycloak.workers.inputs.named_inputs import packed
+from raycloak.workers.inputs.units import Units
 from raycloak.workers.models.losses import BUILT_IN_LOSSES
 from raycloak.workers.models.models import device_of
 from raycloak.workers.terms.loss import LOSSES_OF_CLASSES
@@ -171,13 +172,16 @@ def known_answer(
         ModelError: ``known_answer``, with the text of the failure: no example is in reach of the model yet.
     """
     # A full batch: every row of every micro-batch is computed, and none is padding.
-    count = mechanism.micro_batch_size * mechanism.micro_batches
+    count, rows_per_unit = mechanism.micro_batch_size * mechanism.micro_batches, mechanism.rows_per_unit
     public = mechanism.model_copy(update={"num_examples": count, "virtual_workers": 1, "sample_rate": 1.0})
+    rows = count * rows_per_unit
     _, labels = dataset.batch(np.empty(0, np.int64))
-    synthetic = ArrayDataset(_features(dataset, count, vocabulary or 1), _fill(labels, count, "labels", classes))
+    synthetic = ArrayDataset(_features(dataset, rows, vocabulary or 1), _fill(labels, rows, "labels", classes))
     # There are no rows without an example, so any may be the spare one.
     spare = synthetic.batch(np.zeros(1, np.int64))
-    computer = VirtualWorkerComputer(public, engine, synthetic, spare, words=words)
+    whole_units = Units(np.arange(rows), np.arange(rows_per_unit, rows + 1, rows_per_unit))
+    units = None if rows_per_unit == 1 else whole_units
+    computer = VirtualWorkerComputer(public, engine, synthetic, spare, units, words=words)
     keys = VirtualWorkerKeys(stream=_PUBLIC_KEY, data=_PUBLIC_KEY)
     whole = VectorRange(index=0, offset=0, length=mechanism.dimension)
     try:

@@ -59,6 +59,7 @@ class WorkerFacts(Message):
     """The facts that a prepared worker contributes to the manifest.
 
     Attributes:
+        num_examples: N, of the units that steps are sampled from: examples, where each is a unit of its own.
         data: what the dataset is known by. Alone of all facts it depends on the content of examples, and then is keyed.
         tokenizer: digest of the tokenizer that made examples of text, of the decoder of images, or of the pipeline's
             code; empty for other data.

@@ -9,24 +9,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raycloak.attestation.core.keys import Purpose, derive
 from raycloak.attestation.keys.release import VirtualWorkerKeys
 from raycloak.metrics.errors import ProtocolError
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.device.words import CpuWords, Words
 from raycloak.workers.gradients.clipping import MicroBatch, micro_batches
 from raycloak.workers.gradients.sum_engines import SumEngine
 from raycloak.workers.inputs.datasets import Batch, Dataset, slice_digest, slice_ids
 from raycloak.workers.inputs.sent_rows import SentRows, SentSlots
+from raycloak.workers.inputs.units import Units
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.public_sums import PublicSums
-from raycloak.workers.vectors.sampling import draw_ids, row_places
+from raycloak.workers.vectors.sampling import draw_ids, uniform_words, unit_places
 from raycloak.workers.vectors.vector_tag import vector_tag
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The examples of one virtual worker: ascending ids and the digest of their bytes.
+    """The units of one virtual worker: ascending ids and the digest of their rows' bytes.
 
     For data that a client sends, ids are places of a step, and there is no example to digest.
     """
@@ -58,6 +61,7 @@ class VirtualWorkerComputer:
         dataset: all examples that this process may open.
         spare: synthetic examples for rows that no example was drawn for; see
             `raycloak.workers.gradients.spare_rows`.
+        units: of the dataset's examples; None where each is a unit of its own.
         slices: by virtual worker, the slices whose digest is known; computers on one dataset may share them.
         words: compute the vectors; a CPU's, of one thread, by default.
     """
@@ -68,26 +72,31 @@ class VirtualWorkerComputer:
         engine: SumEngine,
         dataset: Dataset,
         spare: Batch,
+        units: Units | None = None,
         slices: dict[int, Slice] | None = None,
         words: Words[Any] | None = None,
     ) -> None:
+        require_bound(units is not None or mechanism.rows_per_unit == 1, "an example alone is one row")
         self._mechanism = mechanism
         self._engine = engine
         self._dataset = dataset
         self._spare = spare
+        self._units = units
         self._slices = {} if slices is None else slices
         self._words = CpuWords() if words is None else words
 
     def beside(self, mechanism: Mechanism, engine: SumEngine) -> "VirtualWorkerComputer":
         """Return a computer for another mechanism on the same slices, which are read for their digests only once."""
-        return VirtualWorkerComputer(mechanism, engine, self._dataset, self._spare, self._slices, self._words)
+        return VirtualWorkerComputer(
+            mechanism, engine, self._dataset, self._spare, self._units, self._slices, self._words
+        )
 
     def slice(self, v: int) -> Slice:
         """Return the slice of virtual worker ``v``; its digest reads every example once."""
         if v not in self._slices:
             ids = slice_ids(v, self._mechanism.virtual_workers, self._mechanism.num_examples)
             registered = ids[:0] if isinstance(self._dataset, SentSlots) else ids
-            self._slices[v] = Slice(ids, slice_digest(self._dataset, registered))
+            self._slices[v] = Slice(ids, slice_digest(self._dataset, registered, self._units))
         return self._slices[v]
 
     def vector(
@@ -123,27 +132,7 @@ class VirtualWorkerComputer:
         """
         mechanism, data = self._mechanism, self.slice(v)
         context = (mechanism.query, step, step_input, data.digest, data_root)
-        places = row_places(
-            derive(keys.stream, Purpose.PLACES, *context), mechanism.micro_batch_size, mechanism.micro_batches
-        )
-        ids, present = data.ids, None
-        if sent is None:
-            capacity = mechanism.micro_batch_size * mechanism.micro_batches
-            ids = draw_ids(derive(keys.stream, Purpose.SAMPLING, *context), ids, mechanism.sample_rate, capacity)
-        else:
-            # All slots of the step, the empty ones too: a missing example leaves every other one in its row.
-            present = sent.present(ids)
-        batches = micro_batches(
-            self._dataset if sent is None else sent,
-            ids,
-            mechanism,
-            # An own example: of a sealed dataset a worker can read no other.
-            padding=int(data.ids[0]),
-            places=places,
-            spare=self._spare,
-            present=present,
-        )
-        batches = _until_cancelled(batches, is_cancelled)
+        batches = _until_cancelled(self._batches(keys, data, context, sent), is_cancelled)
         clock = self._words.clock
         # A measurement's engine tells of no phases.
         clock.begin("model")
@@ -154,6 +143,35 @@ class VirtualWorkerComputer:
         leaves = self._words.leaves(vector, self._engine.sizes)
         tag = vector_tag(derive(keys.stream, Purpose.VECTOR_TAG, *context), mechanism.ring_bits, leaves)
         return EncodedVector(vector, tag, self._engine.counted)
+
+    def _batches(
+        self, keys: VirtualWorkerKeys, data: Slice, context: tuple[str | int | bytes, ...], sent: SentRows | None
+    ) -> Iterator[MicroBatch]:
+        """Return the micro-batches of a step, whose keys have this ``context``."""
+        mechanism = self._mechanism
+        places = unit_places(
+            derive(keys.stream, Purpose.PLACES, *context), mechanism.micro_batch_size, mechanism.micro_batches
+        )
+        found: NDArray[np.bool_] | bool = True
+        if sent is None:
+            sampling = derive(keys.stream, Purpose.SAMPLING, *context)
+            ids = draw_ids(sampling, data.ids, mechanism.sample_rate, len(places))
+        else:
+            # All slots of the step, the empty ones too: a missing example leaves every other one in its row.
+            ids, found = data.ids, sent.present(data.ids)
+        require_bound(len(ids) <= len(places), "a draw is cut to the capacity")
+        # An own unit in every place without one: of a sealed dataset a worker can read no other.
+        drawn, present = np.full(len(places), data.ids[0]), np.zeros(len(places), np.bool_)
+        drawn[: len(ids)], present[: len(ids)] = ids, found
+        rows, there = drawn[:, None], present[:, None]
+        if self._units is not None:
+            # For every place, the empty ones too: the choice takes one time for any draw.
+            choice = derive(keys.stream, Purpose.UNIT_ROWS, *context)
+            words = uniform_words(choice, len(places), mechanism.rows_per_unit)
+            rows, chosen = self._units.chosen(drawn, mechanism.rows_per_unit, words)
+            there = there & chosen
+        source = self._dataset if sent is None else sent
+        return micro_batches(source, rows, there, mechanism, places=places, spare=self._spare)
 
 
 def _until_cancelled(batches: Iterable[MicroBatch], is_cancelled: Callable[[], bool]) -> Iterator[MicroBatch]:

@@ -34,8 +34,8 @@ from raycloak.workers.gradients.row_memory import MICRO_BATCH_BYTES, largest_row
 from raycloak.workers.gradients.spare_rows import CANDIDATES, spare_rows
 from raycloak.workers.gradients.streaming import streams_of
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
-from raycloak.workers.inputs.datasets import Dataset, dataset_form
-from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
+from raycloak.workers.inputs.datasets import Dataset
+from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset, require_nobody_in_both
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.sealed import Slices
 from raycloak.workers.inputs.sent_rows import SentForm, SentSlots
@@ -79,6 +79,7 @@ class Workload:
         dataset: all examples that this process may open.
         slices, evaluation_slices: where keys of training and evaluation slices go.
         form: the public outline of the dataset.
+        units: whose rows the examples are; None where each is a unit of its own.
         vocabulary: public number of ids that integer features are; None for other features.
         sent_form: form of the examples that a client sends; None where data is registered.
         runtime: how its model is built and run.
@@ -127,7 +128,7 @@ class Workload:
         # One for all engines, so that all of them compute as the known answer says.
         self.loss = RowLoss(loss_fn)
         self.runtime = ModelRuntime(lambda: twin_of(self.module), self.loss, setup.device, deterministic)
-        self.form = dataset_form(self.dataset)
+        self.form, self.units = opened.form, opened.units
         # After its contents were read: what hands the inputs over is not the model's.
         fed_by_name(self.module, self.form.inputs)
         if hub is not None:
@@ -155,7 +156,7 @@ class Workload:
         tensors = trainable_tensors(self.module)
         computed = {"model_libraries": libraries(self.module), **asdict(setup.mode)}
         self.facts = WorkerFacts(
-            num_examples=len(self.dataset),
+            num_examples=self.form.population,
             tensors=tensors,
             initial_parameters=model_digest(tensors, tensor_digests(read_flat(self.module), tensors, word_threads)),
             contents=contents,
@@ -180,9 +181,20 @@ class Workload:
     ) -> HostedSplit | None:
         """Open the split that this worker is to measure on; None where the driver measures, or nobody."""
         split, setup = self.setup.evaluation, self.setup
-        if split is None or not (split.kind == "sealed" or is_left_to_workers(self.module)):
+        if split is None:
+            return None
+        is_hosted = split.kind == "sealed" or is_left_to_workers(self.module)
+        # Here too where the driver measures, which opens no training data.
+        is_compared = split.kind != "sealed" and split.unit is not None and opened.units is not None
+        if not is_hosted and not is_compared:
             return None
         admit(split)
+        if is_compared:
+            require_nobody_in_both(opened.units, split.open_slices(setup.base).units, split.unit)
+        if not is_hosted:
+            # A function of the user's may have read it, and set torch up.
+            pin_numerics(not setup.allow_nondeterministic, setup.threads)
+            return None
         private = None if setup.dataset.public else opened
         of_run = setup.loss.name, self.form, self.runtime, self.vocabulary, most_bytes
         found = open_split(split, setup.base, private, *of_run)
@@ -240,11 +252,11 @@ class PlannedWorkload:
         # Columns of several losses have no number of classes together.
         if classes is None or workload.setup.loss.name == SEVERAL:
             classes = found_classes(workload.module, workload.loss, dataset, vocabulary, runtime.deterministic)
-        rows = min(CANDIDATES, mechanism.micro_batch_size)
+        rows = min(CANDIDATES, mechanism.micro_batch_rows)
         spare = spare_rows(workload.module.train(), workload.form, runtime.deterministic, vocabulary, candidates=rows)
         of_run, clock = (runtime.device, runtime.deterministic), workload.words.clock
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, *of_run, clock)
-        gradient = VirtualWorkerComputer(mechanism, engine, dataset, spare, words=workload.words)
+        gradient = VirtualWorkerComputer(mechanism, engine, dataset, spare, workload.units, words=workload.words)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
         # The module has not seen a step yet. Copied late: the checks before take as much memory as a step.
         start = read_flat(workload.module)
@@ -294,6 +306,7 @@ class PlannedWorkload:
         checks = {
             "numerics": (computation.numerics, facts.numerics),
             "num_examples": (computation.mechanism.num_examples, facts.num_examples),
+            "unit": (computation.mechanism.unit, setup.dataset.unit or "example"),
             # A dataset may take part in every step, so it must be charged for every step.
             "max_participations": (bounded, sent),
             "mechanism": (computation.mechanism, self.mechanism),

@@ -251,6 +251,13 @@ def test_mechanism_and_parameters_are_part_of_it():
     assert answer(parameters=PARAMETERS * np.float32(1.5)) != answer()
 
 
+def test_of_units_all_rows_of_all_units_are_in_it():
+    """The choice of a unit's rows, which takes each of the k, their order and their mean are computed."""
+    units = mechanism(unit="person", rows_per_unit=3)
+    assert answer(units) == answer(units.model_copy(update={"unit": "patient"})) != answer()
+    assert answer(units) != answer(mechanism(unit="person", rows_per_unit=2))
+
+
 def test_it_does_not_depend_on_how_many_share_the_work_or_how_much_is_sampled():
     chosen = mechanism()
     assert answer(chosen.model_copy(update={"num_examples": 4000, "sample_rate": 0.1})) == answer()

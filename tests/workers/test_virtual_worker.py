@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from raycloak.attestation.core.keys import Purpose, derive
+from raycloak.metrics.errors import RefusedError
+from raycloak.workers import virtual_worker
 from raycloak.workers.device.words import CpuWords
 from raycloak.workers.inputs.datasets import slice_ids
+from raycloak.workers.inputs.units import Units
 from raycloak.workers.vectors import noise, ring, vector_tag
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.vectors.threads import WordThreads
@@ -24,9 +27,9 @@ KEYS = keys_of(COMPUTATION, 0)
 PARAMETERS = initial_parameters()
 
 
-def silent(chosen, data: Arrays | None = None) -> VirtualWorkerComputer:
+def silent(chosen, data: Arrays | None = None, units: Units | None = None) -> VirtualWorkerComputer:
     """Return a computer without noise; the test's alone, since no option of the product switches it off."""
-    return computer(chosen, data, words=SilentWords())
+    return computer(chosen, data, words=SilentWords(), units=units)
 
 
 def vector(
@@ -273,3 +276,80 @@ def test_all_examples_non_finite_still_give_a_normal_vector_of_noise():
 def test_parameters_that_are_not_finite_zero_every_example_and_leave_noise():
     chosen = mechanism(sample_rate=1.0)
     assert not vector(silent(chosen), parameters=np.full_like(PARAMETERS, np.nan)).any()
+
+
+# --- units of several rows
+
+PERSONS = np.arange(40) % 16
+PERSONS[32:] = 0
+"""Of 16 persons, two are virtual worker 0's: person 0 has ten rows, and person 8 has two."""
+
+
+def persons() -> Units:
+    return Units(np.argsort(PERSONS, kind="stable"), np.cumsum(np.bincount(PERSONS)))
+
+
+def of_persons(**changes):
+    return mechanism(
+        unit="person", rows_per_unit=3, num_examples=16, sample_rate=1.0, max_grad_norm=0.25, clamp=8.0, **changes
+    )
+
+
+def rows_of_step(monkeypatch, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows that a step reads and whether each is present, of persons 0 and 8, [2, 3]."""
+    seen, genuine = [], virtual_worker.micro_batches
+    monkeypatch.setattr(
+        virtual_worker, "micro_batches", lambda data, *rows, **named: seen.append(rows) or genuine(data, *rows, **named)
+    )
+    vector(silent(of_persons(), units=persons()), step=step)
+    monkeypatch.undo()
+    (rows, present, chosen), *_ = seen
+    assert rows.shape == present.shape == (chosen.micro_batch_size * chosen.micro_batches, 3)
+    assert not present[2:].any(), "no other person is in the slice"
+    assert set(PERSONS[rows[2:]].flat) == {0}, "an own one is read in the place of those that are missing"
+    return rows[:2], present[:2]
+
+
+def test_guarantee_a_step_takes_at_most_k_rows_of_a_person_and_a_fresh_choice_of_them(monkeypatch):
+    """Twelve choices of three of ten rows leave one out with a chance of 10 * 0.7^12, and these keys are fixed."""
+    of_steps = [rows_of_step(monkeypatch, step) for step in range(12)]
+    taken = [rows[0] for rows, present in of_steps if present[0].all()]
+    assert len(taken) == 12
+    assert all(len(set(rows)) == 3 for rows in taken)
+    assert set(np.concatenate(taken)) == set(np.flatnonzero(PERSONS == 0))
+    assert all(present[1].tolist() == [True, True, False] for _, present in of_steps)
+    assert all(set(rows[1]) == {8, 24} for rows, _ in of_steps)
+
+
+def test_a_step_s_choice_of_rows_has_a_key_of_its_own(monkeypatch):
+    derived: list[Purpose] = []
+    monkeypatch.setattr(
+        virtual_worker,
+        "derive",
+        lambda secret, purpose, *rest: derived.append(purpose) or derive(secret, purpose, *rest),
+    )
+    vector(computer(of_persons(), units=persons()))
+    assert derived == [Purpose.PLACES, Purpose.SAMPLING, Purpose.UNIT_ROWS, Purpose.NOISE, Purpose.VECTOR_TAG]
+
+
+def moved_by_person(features: np.ndarray, label: int, chosen) -> float:
+    """Return the distance, in real units, from the vector in which person 0, all of whose rows are these, is zeroed."""
+    given, labels = (array.copy() for array in examples())
+    given[PERSONS == 0], labels[PERSONS == 0] = features, label
+    zeroed = given.copy()
+    zeroed[PERSONS == 0] = np.nan
+    whole, without = (vector(silent(chosen, (each, labels), persons())) for each in (given, zeroed))
+    assert without.any(), "the other person's rows that are missing are in nobody's way"
+    return float(np.linalg.norm(real(whole - without, chosen)))
+
+
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+def test_no_person_moves_the_encoded_sum_by_more_than_the_sensitivity(adversary):
+    chosen = of_persons(gamma_log2=-20)
+    assert moved_by_person(*ADVERSARIES[adversary], chosen) <= chosen.sensitivity
+    assert moved_by_person(np.ones(6), 0, chosen) > 0.24
+
+
+def test_several_rows_of_what_is_no_unit_are_refused():
+    with pytest.raises(RefusedError, match="proof_bound"):
+        computer(of_persons())

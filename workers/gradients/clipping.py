@@ -239,7 +239,7 @@ class GradientEngine:
     Args:
         module: becomes this engine's own; keep no other use of it.
         loss_fn: one loss per example.
-        mechanism: C, M, m, d, and whether anything is clipped.
+        mechanism: C, M, m, k, d, and whether anything is clipped.
         device: ``cpu`` or ``cuda``; a module over several devices (`workers/gradients/placement.py`) stays there.
         deterministic: see :func:`named_operations`.
         clock: told which phase a sum is in; one of its own by default.
@@ -271,7 +271,7 @@ class GradientEngine:
         self._homes = [tensor.device for tensor in module.parameters() if tensor.requires_grad]
         self._in_flight = in_flight(len(devices_of(module)))
         self._loss = RowLoss.of(loss_fn)
-        self._gradients = GradientParts(self._module, self._loss, deterministic)
+        self._gradients = GradientParts(self._module, self._loss, deterministic, rows_per_unit=mechanism.rows_per_unit)
         self._mechanism = mechanism
         self._state = KeptState(self._module, self._loss.loss_fn)
         self.counted: PublicSums | None = None
@@ -279,10 +279,12 @@ class GradientEngine:
         self._loaded: weakref.ref[NDArray[np.float32]] | None = None
 
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> list[Tensor]:
-        """Return the sum of the clipped gradients of all valid rows, divided by nothing, in :meth:`ClippedSum.pieces`.
+        """Return the sum of the clipped gradients of all units, divided by nothing, in :meth:`ClippedSum.pieces`.
 
-        Guarantee: the bound of :class:`ClippedSum`. The bytes are the same for the same arguments in one numerics
-        class, if operations without a deterministic kernel are refused.
+        A unit's gradient is the mean over its valid rows. One that has none adds nothing.
+
+        Guarantee: the bound of :class:`ClippedSum`, in which a unit is a row. The bytes are the same for the same
+        arguments in one numerics class, if operations without a deterministic kernel are refused.
         No warning is shown, since one could depend on an example.
 
         Guarantee: losses of rows that are not valid are zeroed before the backward pass. If a place of such a row then
@@ -291,7 +293,8 @@ class GradientEngine:
 
         Args:
             parameters: float32 [d]. An array that owns its memory and is read-only is loaded once for several sums.
-            batches: exactly M micro-batches of m rows: features [m, ...], labels [m] or [m, k], valid bool [m].
+            batches: exactly M micro-batches of m units, k rows of each side by side: features [m * k, ...], labels
+                [m * k] or [m * k, n], valid bool [m * k].
 
         Raises:
             ModelError: ``nondeterministic_op`` naming the operation; ``buffer_update`` or ``mixing_loss`` if the model
@@ -312,18 +315,19 @@ class GradientEngine:
         def finish() -> None:
             nonlocal moved
             recording, losses, valid = begun.popleft()
-            silent = SilentRows(~valid)
+            silent = SilentRows(~valid, mechanism.rows_per_unit)
             clock.begin("model")
             parts = self._gradients.finished(recording, losses, silent)
             # Its graph holds what the parts were made of.
             del recording, losses
             clock.begin("sums")
-            clipped.add(parts, valid)
+            # A unit whose rows are all absent contributes nothing.
+            clipped.add(parts, valid.view(-1, mechanism.rows_per_unit).any(1))
             moved |= silent.reached
 
         with warnings.catch_warnings(action="ignore"), self._gradients.lent():
             for features, labels, valid in batches:
-                shaped = len(features) == len(labels) == len(valid) == mechanism.micro_batch_size
+                shaped = len(features) == len(labels) == len(valid) == mechanism.micro_batch_rows
                 require_bound(shaped, "every micro-batch has the one fixed shape")
                 inputs, targets, here = map(self._tensor, (features, labels, valid))
                 clock.begin("model")
@@ -373,39 +377,38 @@ def _is_fixed(array: NDArray[np.float32]) -> bool:
 def micro_batches(
     dataset: Dataset,
     ids: NDArray[np.int64],
+    present: NDArray[np.bool_],
     mechanism: Mechanism,
     *,
-    padding: int,
     places: NDArray[np.int64],
     spare: Batch,
-    present: NDArray[np.bool_] | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield the drawn examples as exactly M micro-batches of m rows.
+    """Yield the rows of the drawn units as exactly M micro-batches of m units, k rows each, side by side.
 
-    Rows without an example hold synthetic ones and are not valid. As many rows are read as there are places, whatever
-    the draw: one example is read again in the place of those that are missing.
+    Rows that are not present are not valid. Those of a drawn unit hold what ``ids`` say: zero times the gradient of any
+    other row may be NaN, which would take the whole unit out. Those of no unit hold synthetic examples. As many rows
+    are read as there are places, whatever the draw.
 
     Args:
-        ids: int64 [n], n <= M * m, without repetition.
-        padding: id of an example that the caller may read.
-        places: int64 [M * m], the place of each drawn example, and then those without one; see
-            `raycloak.workers.vectors.sampling.row_places`.
+        ids: rows that the caller may read, int64 [M * m, k]: those of the drawn units, of which each has its own alone,
+            and any for the other places.
+        present: whether a row is of a drawn unit and counts, bool [M * m, k].
+        places: the place of each of the M * m units, a permutation; see
+            `raycloak.workers.vectors.sampling.unit_places`.
         spare: the synthetic rows, at least one; see `raycloak.workers.gradients.spare_rows`.
-        present: bool [n]; an example that is not present keeps its place, which is not valid. All are by default.
     """
-    rows = mechanism.micro_batch_size
-    capacity = rows * mechanism.micro_batches
-    require_bound(len(ids) <= capacity, "a draw is cut to the capacity")
-    require_bound(len(places) == capacity, "every row of a step has a place")
-    padded, valid = np.full(capacity, padding, dtype=np.int64), np.zeros(capacity, np.bool_)
-    padded[places[: len(ids)]] = ids
-    valid[places[: len(ids)]] = True if present is None else present
-    chosen = np.arange(capacity) % len(spare[0])
-    batches = in_turn(dataset, list(padded.reshape(-1, rows)))
-    for batch, here, other in zip(batches, valid.reshape(-1, rows), chosen.reshape(-1, rows), strict=True):
+    rows, shape = mechanism.micro_batch_rows, (len(places), mechanism.rows_per_unit)
+    require_bound(ids.shape == present.shape == shape, "every row of a step is read")
+    require_bound(shape[0] == mechanism.micro_batch_size * mechanism.micro_batches, "every unit of a step has a place")
+    placed, valid = np.empty_like(ids), np.empty_like(present)
+    placed[places], valid[places] = ids, present
+    chosen, drawn = np.arange(ids.size) % len(spare[0]), np.repeat(valid.any(1), mechanism.rows_per_unit)
+    batches = in_turn(dataset, list(placed.reshape(-1, rows)))
+    of_rows = (part.reshape(-1, rows) for part in (valid, drawn, chosen))
+    for batch, here, kept, other in zip(batches, *of_rows, strict=True):
         features, labels = (
             # Broadcast over all extents of an example.
-            np.where(here.reshape(-1, *[1] * (part.ndim - 1)), part, held[other])
+            np.where(kept.reshape(-1, *[1] * (part.ndim - 1)), part, held[other])
             for part, held in zip(batch, spare, strict=True)
         )
         require_bound(len(features) == len(labels) == rows, "a batch has one row for each id")

@@ -53,15 +53,23 @@ class GradientParts:
         loss_fn: one loss per example.
         deterministic: see :func:`named_operations`.
         classes: as of :class:`ModelLosses`.
+        rows_per_unit: k; parts then have a row for each unit of k rows side by side, the sum of their gradients.
 
     Attributes:
         losses: of the module's output.
     """
 
     def __init__(
-        self, module: nn.Module, loss_fn: LossFn, deterministic: bool = True, classes: int | None = None
+        self,
+        module: nn.Module,
+        loss_fn: LossFn,
+        deterministic: bool = True,
+        *,
+        rows_per_unit: int = 1,
+        classes: int | None = None,
     ) -> None:
         self._module = module.train()
+        self._rows_per_unit = rows_per_unit
         self._trained = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
         # Now: while they are lent, no parameter needs a gradient.
         self._frozen = [tensor for tensor in module.parameters() if not tensor.requires_grad]
@@ -177,7 +185,8 @@ class GradientParts:
         Args:
             on_shared: gets what is taken as the same for all rows, and the name of the parameter that it meets.
         """
-        recording = Recording(self._trained, [*self._frozen, *self._module.buffers()], len(labels), on_shared)
+        fixed = [*self._frozen, *self._module.buffers()]
+        recording = Recording(self._trained, fixed, len(labels), on_shared, self._rows_per_unit)
         with named_operations(self._deterministic):
             with recording, self.losses.module_form():
                 output = (forward or self._module)(features)

@@ -328,7 +328,7 @@ class _Checks:
         self._loss = RowLoss.of(loss_fn)
         self._losses = ModelLosses(module, self._loss)
         # On the module itself: taps keep nothing of a pass in it, and another copy would be all of the model again.
-        self._gradients = GradientParts(module, self._loss, deterministic, _CLASSES)
+        self._gradients = GradientParts(module, self._loss, deterministic, classes=_CLASSES)
 
     def all(self) -> None:
         """Check what :func:`check_trainable` promises."""
@@ -396,7 +396,7 @@ class _Checks:
             for mechanism in mechanisms:
                 if mechanism.query == "class_counts":
                     continue
-                count, gradients = mechanism.micro_batch_size, mechanism.query == "gradient"
+                count, gradients = mechanism.micro_batch_rows, mechanism.query == "gradient"
                 self._enter_mode(training=gradients)
                 ordinary, look = self._check_fills(count, gradients=gradients, summed=gradients)
                 self._check_alone(ordinary.features, ordinary.output)

@@ -2,6 +2,7 @@
 
     DensePart    float32 [m, size], held as it is
     OuterPart    one product per row: g = l rᵀ, never formed
+    OutersPart   one product for each row of a unit, never formed
     RowsPart     a matrix product per row, formed twice; on a GPU FusedRows (`raycloak.workers.device.rows`)
     GramPart     the same, with its norm from Gram matrices
     LookupPart   some rows of a table
@@ -30,6 +31,8 @@ ROUNDING, UNDERFLOW = 1.01 * 2.0**-24, 1.01 * 2.0**-126
 """A rounding of float32, and a number that it may lose, with 1 % for terms of higher order: the proof needs both."""
 MAX_GRAM_TOKENS, MAX_GRAM_WIDTH = 2**12, 2**16
 """The proof holds for so many tokens and for sides of this length."""
+MOST_OUTERS = 64
+"""Products of a unit that are added up without being formed: the proof holds for so many."""
 SUMS = {"cpu": torch.float32, "cuda": torch.float64, "meta": torch.float64}
 """The type in which weighted rows are added up. On a CPU it reads half the memory; a GPU's float64 is as fast. Here and
 below, shapes without numbers are counted as a GPU's."""
@@ -555,6 +558,40 @@ def _with_units(left: Tensor, gram: Tensor, lookups: list[Lookups]) -> Tensor:
     return torch.cat([torch.cat([gram, crossed], 2), torch.cat([crossed.mT, equal], 2)], 1)
 
 
+class OutersPart:
+    """A part with one product for each row of a unit, such as a linear layer without a sequence: g = Σ l rᵀ.
+
+    No g is formed: products are added up in float64. What they lose there is far below what :class:`GramPart` charges.
+
+    Args:
+        products: of one group, at most `MOST_OUTERS` tokens, and sides of up to `MAX_GRAM_WIDTH`; on a CPU.
+    """
+
+    def __init__(self, products: Products) -> None:
+        require_bound(products.shape[1] == 1 and products.shape[2] <= MOST_OUTERS, "a unit adds at most 64 products")
+        self._gram = GramPart([products], [])
+        self._left, self._right = products.left[:, 0], products.right[:, 0]
+
+    def squares(self) -> Tensor:
+        """Return the squared norms with their charges."""
+        return self._gram.squares()
+
+    def add(self, weights: Tensor, total: Tensor) -> None:
+        """Add the weighted products, those of a block with one product; see :class:`Part`."""
+        table = total.view(self._left.shape[2], self._right.shape[2])
+        height = max(1, BLOCK[total.device.type] // self._right.shape[2])
+        for some in _row_blocks(len(weights), total.device):
+            # Exact, and nothing underflows.
+            left = finite(self._left[some].double()).mul_(weights[some, None, None]).flatten(0, 1)
+            right = finite(self._right[some].double()).flatten(0, 1)
+            for columns, target in zip(torch.split(left, height, 1), torch.split(table, height), strict=True):
+                add_block(target, torch.mm(columns.T, right))
+
+    def rows(self) -> Tensor:
+        """Return the sums of products, rounded to float32."""
+        return self._gram.rows()
+
+
 class AbsentPart:
     """The part of a parameter that the forward pass did not use."""
 
@@ -620,8 +657,8 @@ def settled(use: Use) -> Use:
     return use
 
 
-def part_of(uses: list[Use], count: int, shape: tuple[int, ...], device: torch.device) -> Part:
-    """Return the part of a parameter of this shape from all its uses by ``count`` rows.
+def part_of(uses: list[Use], count: int, shape: tuple[int, ...], device: torch.device, rows_per_unit: int = 1) -> Part:
+    """Return the part of a parameter of this shape from all its uses by ``count`` rows, or units of so many rows.
 
     Guarantee: the form is a function of shapes and types, so two computations of one shape take the same path,
     whatever they hold.
@@ -637,6 +674,8 @@ def part_of(uses: list[Use], count: int, shape: tuple[int, ...], device: torch.d
     if len(uses) == len(products) == 1 and products[0].shape[1:3] == (1, 1):
         left, right = (side.reshape(count, -1) for side in (products[0].left, products[0].right))
         return OuterPart(left, right)
+    if len(uses) == len(products) == 1 and count * size > _SIDE_BY_SIDE and _are_outers(products[0], rows_per_unit):
+        return OutersPart(products[0])
     if len(uses) == len(products) == 1 and count * size <= _SMALL:
         return DensePart(products[0].unordered_rows(), products[0].order)
     unlike = len({(each.shape[1], each.order) for each in products}) > 1
@@ -695,6 +734,12 @@ def _gram_pays(products: list[Products], lookups: list[Lookups]) -> bool:
     if narrow and _has_kernels(products[0].left.device):
         return False
     return proved and tokens**2 * height + every**2 * width <= tokens * height * width
+
+
+def _are_outers(use: Products, rows_per_unit: int) -> bool:
+    """Return whether each of a unit's several rows has one token, and the unit a Gram matrix; by shapes and types."""
+    few = 1 < use.shape[2] == rows_per_unit <= MOST_OUTERS
+    return few and _gram_pays([use], []) and not _has_kernels(use.left.device)
 
 
 def joined(uses: list[LookupUse], entries: int) -> Lookups:

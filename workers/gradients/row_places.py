@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raycloak.metrics.errors import ModelError
+from raycloak.workers.gradients.unit_rows import row_weights
 
 
 class SilentRows:
@@ -20,17 +21,21 @@ class SilentRows:
     A place with a number that is not finite counts as zero: zero times infinity is NaN, so a loss of zero may give one.
 
     Args:
-        rows: bool [m], true where the loss is zeroed.
+        rows: bool [m * k], true where the loss is zeroed.
+        rows_per_unit: k rows, side by side, are one unit, whose gradient is the mean over its other rows.
     """
 
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
+    def __init__(self, rows: Tensor, rows_per_unit: int = 1) -> None:
+        self._rows, self._rows_per_unit = rows, rows_per_unit
         # Name, and the least and the largest number at each place; compared all at once, since operations take time.
         self._met: list[tuple[str, Tensor, Tensor]] = []
 
     def weights(self, losses: Tensor) -> Tensor:
-        """Return the factor of each loss in the sum that is differentiated: 0 or 1, like ``losses`` [m]."""
-        return (~self._rows).to(losses)
+        """Return the factor of each loss in the sum that is differentiated, like ``losses`` [m * k].
+
+        It is 0 for silent rows, and one over their number for the other rows of a unit.
+        """
+        return row_weights(~self._rows, self._rows_per_unit).to(losses)
 
     def meet(self, name: str, gradient: Tensor) -> None:
         """Look at the gradient [m * k, ...] of the output of an operation, k places a row.

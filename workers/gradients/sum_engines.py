@@ -4,8 +4,8 @@
     class_counts   ClassCountEngine
     evaluation     PrivateEvaluationEngine
 
-For every query, an example adds one bounded vector through :class:`raycloak.workers.gradients.clipping.ClippedSum`.
-Shapes and work depend on public numbers alone: always M micro-batches of m rows.
+For every query, a unit adds one bounded vector through :class:`raycloak.workers.gradients.clipping.ClippedSum`: of a
+measurement the mean over its rows. Shapes and work depend on public numbers alone: always M micro-batches of m units.
 """
 
 import warnings
@@ -24,11 +24,13 @@ from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.parts import DensePart
 from raycloak.workers.gradients.placement import on_device
 from raycloak.workers.gradients.row_loss import RowLoss
+from raycloak.workers.gradients.unit_rows import means
 from raycloak.workers.gradients.vocabulary_loss import ModelLosses
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.losses import share_predicted
 from raycloak.workers.models.models import LossFn, ModelRuntime, device_of, load_flat
 from raycloak.workers.terms.measurement import Measurement
+from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.public_sums import PublicSums
 
 _CPU = torch.device("cpu")
@@ -49,16 +51,16 @@ class SumEngine(Protocol):
         ...
 
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> list[Tensor]:
-        """Return the sum over the valid rows of ``batches``, divided by nothing: float64 pieces of whole tensors."""
+        """Return the sum over the units of ``batches``, divided by nothing: float64 pieces of whole tensors."""
         ...
 
 
 class ClassCountEngine:
     """Counts labels.
 
-    Guarantee: an example adds one vector with a single coordinate that is not zero, at most ``LARGEST_NORM``. A label
-    that is no class adds nothing, and no error tells of it. The total changes by at most 1 in the l2 norm if one
-    example contributes nothing (:class:`raycloak.workers.gradients.clipping.ClippedSum`).
+    Guarantee: a unit adds one vector, the mean over its rows of vectors with a single coordinate that is not zero, at
+    most ``LARGEST_NORM``. A label that is no class adds nothing, and no error tells of it. The total changes by at most
+    1 in the l2 norm if one unit contributes nothing (:class:`raycloak.workers.gradients.clipping.ClippedSum`).
     """
 
     def __init__(self, measurement: Measurement) -> None:
@@ -73,17 +75,17 @@ class ClassCountEngine:
         classes = torch.arange(measurement.mechanism.dimension, device=_CPU)
         for _, labels, valid in batches:
             hot = (torch.tensor(labels, device=_CPU)[:, None] == classes).to(torch.float32) * measurement.unit
-            total.add([DensePart(hot)], torch.tensor(valid, device=_CPU))
+            _add(total, hot, valid, measurement.mechanism)
         return total.pieces()
 
 
 class PrivateEvaluationEngine:
-    """Sums the loss of every example, and where there are classes the accuracy and its pair of label and prediction.
+    """Sums the loss of every unit, and where there are classes the accuracy and its pairs of label and prediction.
 
-    Guarantee: an example adds one vector of norm at most 1, in which loss, accuracy and the one coordinate of its pair
-    are scaled by public constants and clipped together. An example whose loss is not finite adds nothing, and no error
-    tells of it. The total changes by at most 1 in the l2 norm if one example contributes nothing
-    (:class:`raycloak.workers.gradients.clipping.ClippedSum`).
+    Guarantee: a unit adds one vector of norm at most 1, the mean over its rows, in which loss, accuracy and the one
+    coordinate of a row's pair are scaled by public constants and clipped together. A unit that has a row whose loss is
+    not finite adds nothing, and no error tells of it. The total changes by at most 1 in the l2 norm if one unit
+    contributes nothing (:class:`raycloak.workers.gradients.clipping.ClippedSum`).
 
     Args:
         module: becomes this object's own.
@@ -125,7 +127,7 @@ class PrivateEvaluationEngine:
         with warnings.catch_warnings(action="ignore"), torch.no_grad(), named_operations(self._deterministic):
             for features, labels, valid in batches:
                 on_device = torch.tensor(features, device=self._device), torch.tensor(labels, device=self._device)
-                total.add([DensePart(self._rows(*on_device).cpu())], torch.tensor(valid, device=_CPU))
+                _add(total, self._rows(*on_device).cpu(), valid, self._measurement.mechanism)
                 # Before the next rows meet what these left behind.
                 self._state.check()
         return total.pieces()
@@ -181,6 +183,12 @@ def check_measurable(measurement: Measurement, form: DatasetForm) -> None:
             "proved.",
             "Use more virtual workers.",
         )
+
+
+def _add(total: ClippedSum, rows: Tensor, valid: NDArray[np.bool_], mechanism: Mechanism) -> None:
+    """Add the mean over the valid ones of each unit's rows [m * k, n]."""
+    present, rows_per_unit = torch.tensor(valid, device=_CPU), mechanism.rows_per_unit
+    total.add([DensePart(means(rows, present, rows_per_unit))], present.view(-1, rows_per_unit).any(1))
 
 
 def _total(measurement: Measurement) -> ClippedSum:

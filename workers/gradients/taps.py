@@ -32,6 +32,7 @@ from raycloak.workers.gradients.parts import LookupUse, Part, Products, Use, den
 from raycloak.workers.gradients.patches import patches
 from raycloak.workers.gradients.row_places import SilentRows, WeighedRows
 from raycloak.workers.gradients.tensor_table import TensorTable
+from raycloak.workers.gradients.unit_rows import grouped
 from raycloak.workers.gradients.vocabulary_loss import HeadPart, HeadUse, VocabularyHead
 
 _FIX = "Use it through Linear, Conv, Embedding or a norm, with the batch as the first dimension, or freeze it."
@@ -89,10 +90,19 @@ class _Record:
         kept: the operation's inputs that ``finish`` takes.
         name: of a trained parameter in it, for messages.
         meet: takes the gradient first; returns whether its uses are wanted.
+        rows_per_unit: k rows of a use become one unit's.
     """
 
-    def __init__(self, finish: _Finish, kept: Sequence[Tensor], name: str, meet: Callable[[str, Tensor], bool]) -> None:
+    def __init__(
+        self,
+        finish: _Finish,
+        kept: Sequence[Tensor],
+        name: str,
+        meet: Callable[[str, Tensor], bool],
+        rows_per_unit: int,
+    ) -> None:
         self._finish, self._name, self._meet = finish, name, meet
+        self._rows_per_unit = rows_per_unit
         self._versions = [each._version for each in kept]
         # Until autograd has them.
         self._kept = tuple(each.detach() for each in kept)
@@ -126,9 +136,8 @@ class _Record:
         if [each._version for each in kept] != self._versions:
             raise self._overwritten()
         with exact_sums(), torch._C.DisableTorchFunction():
-            self.uses = [
-                (leaf, use if isinstance(use, HeadUse) else settled(use)) for leaf, use in self._finish(gradient, kept)
-            ]
+            found = ((leaf, grouped(use, self._rows_per_unit)) for leaf, use in self._finish(gradient, kept))
+            self.uses = [(leaf, use if isinstance(use, HeadUse) else settled(use)) for leaf, use in found]
 
     def _overwritten(self) -> ModelError:
         return _unsupported(self._name, "an operation whose input is overwritten in place afterwards")
@@ -152,7 +161,10 @@ class _Tap(torch.autograd.Function):
 
 
 class Recording(TorchFunctionMode):
-    """The record of one forward pass of ``count`` rows, which runs in a block of this mode."""
+    """The record of one forward pass of ``count`` rows, which runs in a block of this mode.
+
+    Its parts are of units of ``rows_per_unit`` rows, side by side.
+    """
 
     def __init__(
         self,
@@ -160,10 +172,11 @@ class Recording(TorchFunctionMode):
         fixed: Sequence[Tensor],
         count: int,
         on_shared: _OnShared | None = None,
+        rows_per_unit: int = 1,
     ) -> None:
         super().__init__()
         self._trained = trained
-        self._count = count
+        self._count, self._rows_per_unit = count, rows_per_unit
         self._on_shared = on_shared
         # By identity; each leaf holds its tensor, so no identity is given away twice.
         self._leaves = {id(tensor): Leaf(tensor, name, (index,)) for index, (name, tensor) in enumerate(trained)}
@@ -193,6 +206,10 @@ class Recording(TorchFunctionMode):
         with self:
             engine.run_backward((losses,), (weights,), places_alone, False, (), True, True)
 
+    @property
+    def _units(self) -> int:
+        return self._count // self._rows_per_unit
+
     def _meet(self, name: str, gradient: Tensor) -> bool:
         if self._silent is not None:
             self._silent.meet(name, gradient)
@@ -215,7 +232,7 @@ class Recording(TorchFunctionMode):
         return [
             HeadPart(heads[index], each, tuple(tensor.shape))
             if index in heads
-            else part_of(each, self._count, tuple(tensor.shape), tensor.device)
+            else part_of(each, self._units, tuple(tensor.shape), tensor.device, self._rows_per_unit)
             for index, (each, (_, tensor)) in enumerate(zip(uses, self._trained, strict=True))
         ]
 
@@ -226,7 +243,7 @@ class Recording(TorchFunctionMode):
         """
         graphs = [cast(Tensor, leaf.graph) for leaf, _ in derived]
         rows = [
-            dense_rows(found, self._count, tuple(graph.shape)).to(graph.dtype).view(-1, *graph.shape)
+            dense_rows(found, self._units, tuple(graph.shape)).to(graph.dtype).view(-1, *graph.shape)
             for (_, found), graph in zip(derived, graphs, strict=True)
         ]
         indices = sorted({index for leaf, _ in derived for index in leaf.roots})
@@ -280,7 +297,7 @@ class Recording(TorchFunctionMode):
 
     def tap(self, output: Tensor, name: str, finish: _Finish, *kept: Tensor) -> Tensor:
         """Return ``output``, tapped; ``name`` is of a trained parameter in it, for messages."""
-        record = _Record(finish, kept, name, self._meet)
+        record = _Record(finish, kept, name, self._meet, self._rows_per_unit)
         self._records.append(record)
         if self._anchor.device != output.device:
             self._anchor = torch.zeros((), device=output.device, requires_grad=True)

@@ -34,7 +34,15 @@ AccountantName = Literal["rdp", "pld"]
 """Accountants that can hold a cap: Renyi differential privacy, or privacy loss distributions."""
 
 
-_SHARED = ("num_examples", "virtual_workers", "honest_share", "accountant", "max_participations")
+_SHARED = (
+    "unit",
+    "rows_per_unit",
+    "num_examples",
+    "virtual_workers",
+    "honest_share",
+    "accountant",
+    "max_participations",
+)
 
 
 class Mechanism(NoiseTerms, Message):
@@ -47,12 +55,15 @@ class Mechanism(NoiseTerms, Message):
     Attributes:
         query: the quantity of an example that is summed.
         private: False only for data declared public; then nothing is clipped or noised.
-        unit, adjacency: one example; neighbours differ by one example contributing zero, ids and keys stay.
+        unit: what is sampled, clipped and protected as a whole: an ``example``, or all rows of the data with one value
+            in the column of this name. The fields below count units, and so do proofs; see docs/proofs/012-units.md.
+        rows_per_unit: k, the most rows of a unit that a step computes. 1, and then left out of the bytes, by default.
+        adjacency: neighbours differ by one unit contributing zero, ids and keys stay.
         num_examples: N, public: of the dataset, or of data that a client sends, the most examples of one step.
-        virtual_workers: V; example i belongs to virtual worker i mod V.
-        sample_rate: q; example i is drawn iff its 64-bit draw is below q * 2^64. 1 of sent data: all of it is used.
+        virtual_workers: V; unit i belongs to virtual worker i mod V.
+        sample_rate: q; unit i is drawn iff its 64-bit draw is below q * 2^64. 1 of sent data: all of it is used.
         steps: number of releases the noise was planned for.
-        max_grad_norm: C, the l2 bound of one example's contribution before encoding.
+        max_grad_norm: C, the l2 bound of one unit's contribution before encoding.
         noise_multiplier: z, standard deviation of the counted noise in units of ``sensitivity``.
         honest_share: h, the share of virtual workers whose noise is counted on, in (0, 1]: (V - k)/V.
         expected_batch_size: the public divisor of the released sum.
@@ -60,7 +71,8 @@ class Mechanism(NoiseTerms, Message):
         ring_bits, gamma_log2: the ring Z_{2^ring_bits} with grid step gamma = 2^gamma_log2.
         clamp: K, bound of each coordinate of one virtual worker's sum.
         sigma: standard deviation of one virtual worker's noise, in ring units.
-        micro_batch_size, micro_batches: fixed physical shape m and count M; at most m*M examples are used.
+        micro_batch_size, micro_batches: fixed physical shape m and count M; at most m*M units are used, whose m*M*k
+            rows are always computed.
         overflow_probability: eta, bound on the chance that any draw of the run exceeds m*M and is cut, for which delta
             pays. 0 if epsilon pays: the accountant then composes the cut mechanism itself.
         mask_split_probability: bound on the chance that in any attempt of the run the masks of the honest workers fall
@@ -75,7 +87,8 @@ class Mechanism(NoiseTerms, Message):
     DOMAIN: ClassVar[str] = "raycloak/mechanism/v1"
 
     query: Query = "gradient"
-    unit: Literal["example"] = "example"
+    unit: str = Field(default="example", min_length=1)
+    rows_per_unit: int = Field(default=1, exclude_if=lambda rows: rows == 1)
     adjacency: Literal["zero_out"] = "zero_out"
     num_examples: int
     sample_rate: float
@@ -95,6 +108,8 @@ class Mechanism(NoiseTerms, Message):
     def _sent_examples_are_all_used(self) -> Self:
         if self.max_participations is not None and (self.sample_rate != 1 or not self.private):
             raise ValueError("examples that a client sends are private, and none is left to chance")
+        if self.max_participations is not None and (self.unit, self.rows_per_unit) != ("example", 1):
+            raise ValueError("an example that a client sends is a unit of its own")
         return self
 
     @model_validator(mode="after")
@@ -112,7 +127,8 @@ class Mechanism(NoiseTerms, Message):
 
     def _bounds(self) -> Iterator[tuple[str, str, bool]]:
         """Yield a field, what is asked of it, and whether it is so."""
-        for name in ("num_examples", "virtual_workers", "steps", "micro_batch_size", "micro_batches"):
+        counts = ("num_examples", "rows_per_unit", "virtual_workers", "steps", "micro_batch_size", "micro_batches")
+        for name in counts:
             yield name, "it must be in [1, 2^53]", 1 <= getattr(self, name) <= _MAX_COUNT
         yield "sample_rate", "it must be in (0, 1]", 0 < self.sample_rate <= 1
         yield "max_grad_norm", "it must be in [2^-100, 2^100]", MIN_CLIP <= self.max_grad_norm <= MAX_CLIP
@@ -158,6 +174,11 @@ class Mechanism(NoiseTerms, Message):
         return releases if self.max_participations is None else min(releases, self.max_participations)
 
     @property
+    def micro_batch_rows(self) -> int:
+        """The rows that are computed at once: k of each of the m units."""
+        return self.micro_batch_size * self.rows_per_unit
+
+    @property
     def gamma(self) -> float:
         """The grid step: the real value of one ring unit."""
         return math.ldexp(1.0, self.gamma_log2)
@@ -185,7 +206,7 @@ def honest_share_of(virtual_workers: int, uncounted: int) -> float:
 def check_together(mechanisms: Sequence[Mechanism]) -> None:
     """Require that mechanisms may be of one run, the gradient's first.
 
-    Guarantee: all of them count the same examples, virtual workers, shares of noise and participations. Workers take
+    Guarantee: all of them count the same units, virtual workers, shares of noise and participations. Workers take
     these from the gradient's mechanism; another number would claim noise that nobody adds.
 
     Raises:

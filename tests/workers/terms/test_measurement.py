@@ -75,6 +75,20 @@ def clear_sums(of: Measurement, data, each_without) -> list[np.ndarray]:
     ]
 
 
+def clear_rows(of: Measurement, data) -> np.ndarray:
+    """Return what each example adds alone, float64 [40, d]."""
+    whole = clear_sum(of, data)
+    return np.stack([whole - clear_sum(of, data, row) for row in range(40)])
+
+
+def clear_sum_of_persons(of: Measurement, data, present: np.ndarray) -> np.ndarray:
+    """Return the sum over twenty persons of two rows each, float64 [d]."""
+    changes = {"num_examples": 20, "unit": "person", "rows_per_unit": 2, "micro_batch_size": 5, "micro_batches": 4}
+    persons = of.model_copy(update={"mechanism": of.mechanism.model_copy(update=changes)})
+    batches = [(data[0][some], data[1][some], present[some]) for some in np.split(np.arange(40), 4)]
+    return torch.cat(engine(persons).clipped_sum(PARAMETERS, batches)).numpy()
+
+
 def wild() -> tuple[np.ndarray, np.ndarray]:
     """Return examples of which some are huge, some not finite, and some of no class."""
     features, labels = (array.copy() for array in examples())
@@ -94,6 +108,27 @@ def test_zeroing_one_example_out_moves_the_clear_sum_by_at_most_the_norm(of: Mea
     assert max(moved) <= of.mechanism.max_grad_norm
     assert max(moved) > 0.5
     assert np.isfinite(whole).all()
+
+
+@KINDS
+def test_a_unit_counts_the_mean_over_its_rows_and_moves_the_clear_sum_by_at_most_the_norm(of: Measurement):
+    """Twenty persons of two rows; some have one, and the other place holds what is no number."""
+    features, labels = examples()
+    present = np.arange(40) % 6 != 1
+    of_rows = clear_rows(of, (features, labels))
+    features[~present] = np.nan
+    whole = clear_sum_of_persons(of, (features, labels), present)
+    there = present.reshape(20, 2, 1)
+    means = (of_rows.reshape(20, 2, -1) * there).sum(1) / there.sum(1)
+    np.testing.assert_allclose(whole, means.sum(0), rtol=1e-5, atol=1e-6)
+    for person in range(20):
+        without = clear_sum_of_persons(of, (features, labels), present & (np.arange(40) // 2 != person))
+        assert np.linalg.norm(whole - without) <= 1
+    wild_data = wild()
+    moved = clear_sum_of_persons(of, wild_data, present)
+    for person in range(20):
+        without = clear_sum_of_persons(of, wild_data, present & (np.arange(40) // 2 != person))
+        assert np.linalg.norm(moved - without) <= 1
 
 
 @KINDS

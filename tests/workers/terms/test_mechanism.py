@@ -52,8 +52,24 @@ def test_changing_any_field_changes_the_digest(name: str):
 
 
 def test_every_field_is_covered_by_this_test():
-    fixed = {"unit", "adjacency", "accountant", "max_participations", "mask_split_probability", "clipping"}
+    fixed = {"unit", "rows_per_unit", "adjacency", "accountant", "max_participations", "mask_split_probability"}
+    fixed |= {"clipping"}
     assert set(Mechanism.model_fields) == set(VALUES) | fixed
+
+
+def test_units_of_several_rows_are_in_the_bytes_and_one_row_of_each_example_is_not():
+    persons = Mechanism(**VALUES, unit="patient_id", rows_per_unit=8)
+    assert parse(Mechanism, persons.encode()) == persons
+    assert persons.micro_batch_rows == 8 * MECHANISM.micro_batch_size
+    digests = {each.digest() for each in (MECHANISM, persons, persons.model_copy(update={"rows_per_unit": 1}))}
+    assert len(digests) == 3
+    assert b"rows_per_unit" not in MECHANISM.encode()
+
+
+def test_what_a_client_sends_has_no_unit_of_several_rows():
+    for changes in ({"unit": "person"}, {"rows_per_unit": 2}):
+        with pytest.raises(ValidationError, match="a unit of its own"):
+            Mechanism(**VALUES | {"sample_rate": 1.0, "max_participations": 3} | changes)
 
 
 @pytest.mark.parametrize("name", ["num_workers", "min_workers", "aggregators", "use_gpu", "hosting"])
@@ -73,7 +89,7 @@ def test_bytes_round_trip():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("accountant", "zcdp"), ("adjacency", "replace_one"), ("unit", "user"), ("ring_bits", 24), ("sigma", math.nan)],
+    [("accountant", "zcdp"), ("adjacency", "replace_one"), ("unit", ""), ("ring_bits", 24), ("sigma", math.nan)],
 )
 def test_what_the_accountant_does_not_know_is_refused(name: str, value: Any):
     with pytest.raises(ValidationError):
@@ -93,6 +109,7 @@ def sent(bound: int) -> Mechanism:
 # Each is a number that proof 001, 002, 004 or 006 has no place for, or noise that the shares do not add up to.
 OUT_OF_BOUNDS: list[tuple[str, Any]] = [
     ("num_examples", 0),
+    ("rows_per_unit", 0),
     ("num_examples", 10**4000),
     ("virtual_workers", 0),
     ("virtual_workers", 10**400),

@@ -8,7 +8,7 @@ from scipy.stats import binom, chi2
 
 from raycloak.attestation.core.keys import Secret
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.vectors.sampling import draw_ids, inclusion_threshold, row_places
+from raycloak.workers.vectors.sampling import draw_ids, inclusion_threshold, unit_places
 from raycloak.workers.vectors.streams import KeyStream
 
 KEY = Secret(bytes(range(32)))
@@ -133,17 +133,17 @@ def test_draws_of_a_fixed_key_never_change() -> None:
 
 @pytest.mark.parametrize(("rows", "batches"), [(8, 3), (4, 1), (1, 5), (64, 7)])
 def test_drawn_examples_fill_the_micro_batches_evenly_each_at_a_keyed_place(rows: int, batches: int):
-    places = row_places(Secret(b"p" * 32), rows, batches)
+    places = unit_places(Secret(b"p" * 32), rows, batches)
     assert places.dtype == np.int64
     assert sorted(places) == list(range(rows * batches))
     for drawn in range(rows * batches + 1):
         taken = np.bincount(places[:drawn] // rows, minlength=batches)
         assert taken.max() - taken.min() <= 1
-    assert np.array_equal(places, row_places(Secret(b"p" * 32), rows, batches))
+    assert np.array_equal(places, unit_places(Secret(b"p" * 32), rows, batches))
 
 
 def test_places_are_uniform():
     """Chi-square over the row that the first example takes, 64 rows and 6,400 keys; false-alarm rate 1e-6."""
     keys = (Secret(number.to_bytes(32, "big")) for number in range(6400))
-    counts = np.bincount([row_places(key, 64, 1)[0] for key in keys], minlength=64)
+    counts = np.bincount([unit_places(key, 64, 1)[0] for key in keys], minlength=64)
     assert ((counts - 100) ** 2 / 100).sum() < chi2.ppf(1 - 1e-6, 63)
