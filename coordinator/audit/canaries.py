@@ -114,7 +114,7 @@ class CanaryTask(Section):
             raise ConfigError("config", "an audit takes no sealed dataset.", "Audit it where it is in the clear.")
         require_at_hand(config.dataset, "an audit")
         opened = descriptor(config.dataset).open_slices(base)
-        form = dataset_form(opened.examples)
+        form = opened.form
         inner = build_model(model_source(config.model), base, config.seed)
         zeros = np.zeros((2, *form.feature_shape), form.feature_dtype)
         try:
@@ -170,7 +170,7 @@ class CanaryTask(Section):
             gradients = GradientParts(self.make_model(), self.loss)
         count = len(self._examples)
         both = [self.included.index(kind) for kind in (True, False) if kind in self.included]
-        features, labels = self.make_dataset().batch(np.array(both, np.int64) + count)
+        features, labels = self.make_dataset().batch(np.array(both, np.int64) * self._rows_each + count)
         with warnings.catch_warnings():
             # torch warns that no input needs a gradient, which is intended: only parameters do.
             warnings.filterwarnings("ignore", "Full backward hook is firing")
@@ -196,11 +196,13 @@ class CanaryTask(Section):
             vocabulary=self.vocabulary,
             public=self.dataset.public,
             fingerprint_key=str(Path(self.base) / key) if key else None,
+            unit=self.dataset.unit_name,
+            rows_per_unit=self._rows_each,
         )
 
     def make_dataset(self) -> CanaryDataset:
         """Build the dataset: the user's examples, then the canaries."""
-        return CanaryDataset(self._examples, np.array(self.included))
+        return CanaryDataset(self._examples, np.array(self.included), self._rows_each)
 
     def make_model(self) -> CanaryModel:
         """Build the model. The user's is drawn first, so that its initial parameters are as in the audited run."""
@@ -231,6 +233,10 @@ class CanaryTask(Section):
             deterministic=not config.allow_nondeterministic,
             vocabulary=self.vocabulary,
         )
+
+    @property
+    def _rows_each(self) -> int:
+        return descriptor(self.dataset).rows_per_unit
 
     @cached_property
     def _examples(self) -> Dataset:

@@ -110,7 +110,8 @@ class RunRegistered(LedgerEvent):
 
     Attributes:
         mechanisms: all that the run may release, each with a ``query`` of its own.
-        unit: what one example is to the people in the data; the same for all runs of an account.
+        unit: what epsilon is for the presence of: one ``row``, or the public name of a unit of rows; the same for all
+            runs of an account.
         orders: the account's in use. Empty where nothing is private; all that the account has under ``pld``.
         step_rdp: per mechanism, RDP of one release at ``orders``; zeros where nothing is private.
         epsilon_cap: the account's cap at the registration. The run was planned for it.

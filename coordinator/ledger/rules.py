@@ -79,10 +79,6 @@ class PricedRun:
         return Spend(tuple(map(float, rdp)), tuple(count for count, _ in private), releases, self.quote)
 
 
-UNIT = "row"
-"""The unit of every run: epsilon is for the presence of one row."""
-
-
 @dataclass(frozen=True, slots=True)
 class OpeningTerms:
     """The promise of an account: its cap, at its delta, and the accountant that holds it."""
@@ -103,7 +99,6 @@ class RegistrationTerms:
         public: whether the data is declared to need no protection.
         prepaid: whether all that the run plans is charged with its registration, and stays charged if it does less.
         opens: terms of the account if it is not open yet, and the run is to open it; None if somebody has opened it.
-        unit: what one example is to the people in the data.
         lineage: by which each charge is held to the model before; None where the run's caller makes the updates.
             Workers take no receipt under another one than their manifest's.
     """
@@ -116,8 +111,13 @@ class RegistrationTerms:
     public: bool = False
     prepaid: bool = False
     opens: OpeningTerms | None = None
-    unit: str = UNIT
     lineage: Lineage | None = None
+
+
+def _unit_of(mechanisms: Sequence[Mechanism]) -> str:
+    """Return what epsilon is for the presence of; the mechanisms of a run share it."""
+    unit = mechanisms[0].unit
+    return "row" if unit == "example" else unit
 
 
 def registration(run: RegistrationTerms, terms: AccountOpened, fixed: bool) -> RunRegistered:
@@ -150,7 +150,7 @@ def registration(run: RegistrationTerms, terms: AccountOpened, fixed: bool) -> R
         run_id=run_id,
         account=terms.account,
         mechanisms=mechanisms,
-        unit=run.unit,
+        unit=_unit_of(mechanisms),
         manifest_digest=run.manifest_digest,
         data=run.data,
         public=run.public,

@@ -19,6 +19,7 @@ from raycloak.coordinator.accounting.releases import (
 )
 from raycloak.coordinator.accounting.renyi import accountant_delta
 from raycloak.coordinator.config.run import MOST_VIRTUAL_WORKERS, RunConfig
+from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.mechanism import AccountantName
 
 CUT_EXCESS = 1.005
@@ -46,19 +47,19 @@ class PhysicalBatch:
 
     Attributes:
         virtual_workers: V.
-        rows, batches: of one virtual worker's micro-batches; their product is the capacity of a draw.
+        units, batches: of one virtual worker's micro-batches; their product is the capacity of a draw.
         overflow_probability: as in the mechanism.
     """
 
     virtual_workers: int
-    rows: int
+    units: int
     batches: int
     overflow_probability: float
 
     @property
-    def computed_rows(self) -> int:
-        """Return how many rows a step computes, padding included."""
-        return self.virtual_workers * self.rows * self.batches
+    def computed_units(self) -> int:
+        """Return how many units a step computes, padding included."""
+        return self.virtual_workers * self.units * self.batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +80,36 @@ class BatchTerms:
     largest_rows: int
 
 
+def most_units(config: RunConfig, largest_rows: int) -> int:
+    """Return the most units of a micro-batch, all of whose rows memory holds at once.
+
+    Raises:
+        ConfigError: ``unit_too_large`` if it does not hold those of one.
+    """
+    rows = config.micro_batch_size or largest_rows
+    if config.rows_per_unit > rows:
+        raise ConfigError(
+            "unit_too_large",
+            f"the {config.rows_per_unit} rows of a {config.unit} are more than the {rows} that a micro-batch holds.",
+            f"Lower dataset.rows_per_unit to {rows}, or raise micro_batch_bytes.",
+        )
+    return rows // config.rows_per_unit
+
+
 def choose_batch(config: RunConfig, terms: BatchTerms) -> PhysicalBatch:
     """Return the physical batch that computes few rows beyond the expected ones, as far as the configuration is open.
 
     Guarantee: where epsilon pays for cut draws, it is at most ``CUT_EXCESS`` times that without; where delta pays, the
     chance of any cut fits ``OVERFLOW_SHARE`` of delta at the cap. Of several numbers of virtual workers the largest
-    that needs no warning is taken, else the one with the fewest rows; none gives one worker a larger share of the noise
-    than the most of them would. There are no fewer examples than :func:`fixed_virtual_workers`, or than workers.
+    that needs no warning is taken, else the one with the fewest units; none gives one worker a larger share of the
+    noise than the most of them would. There are no fewer units than :func:`fixed_virtual_workers`, or than workers.
     """
     best: PhysicalBatch | None = None
     for virtual_workers in _candidates(config, terms.num_examples):
         found = _batch_of(config, terms, virtual_workers)
-        if best is None or found.computed_rows < best.computed_rows:
+        if best is None or found.computed_units < best.computed_units:
             best = found
-        if found.computed_rows <= PADDING_WARNING * config.batch_size:
+        if found.computed_units <= PADDING_WARNING * config.batch_size:
             break
     assert best is not None, "there is one candidate at least"
     return best
@@ -138,14 +155,14 @@ def _batch_of(config: RunConfig, terms: BatchTerms, virtual_workers: int) -> Phy
             factor = 1 + math.exp(min(terms.epsilon_cap, LARGEST_EPSILON))
             budget = OVERFLOW_SHARE * config.dp_config.target_delta / factor
         capacity = least_within(budget, slice_size, terms.sample_rate, draws)
-    rows, batches = physical_shape(capacity, config.micro_batch_size or terms.largest_rows)
+    units, batches = physical_shape(capacity, most_units(config, terms.largest_rows))
     return PhysicalBatch(
         virtual_workers=virtual_workers,
-        rows=rows,
+        units=units,
         batches=batches,
         overflow_probability=0.0
         if by_epsilon
-        else overflow_bound(slice_size, terms.sample_rate, draws, rows * batches),
+        else overflow_bound(slice_size, terms.sample_rate, draws, units * batches),
     )
 
 

@@ -46,8 +46,8 @@ from raycloak.workers.gradients.numerics import slow_products
 from raycloak.workers.gradients.placement import bytes_over
 from raycloak.workers.gradients.row_memory import FEWEST_ROWS, largest_rows, scored_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
-from raycloak.workers.inputs.datasets import DatasetForm, SteadyDataset, dataset_form
-from raycloak.workers.inputs.descriptor import OpenedDataset
+from raycloak.workers.inputs.datasets import DatasetForm, SteadyDataset
+from raycloak.workers.inputs.descriptor import OpenedDataset, require_nobody_in_both
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.known_answer import check_classes
 from raycloak.workers.models.fed_by_name import fed_by_name
@@ -87,11 +87,12 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     slow = _slow_products(model, config)
     split_ranges(trainable_tensors(model), config.first_aggregators)
     spec = optimizer_spec(config.optimizer, config_dir)
-    groups = try_rule(spec, trainable_tensors(model), config.sized(form.num_examples).planned_steps, config_dir)
+    groups = try_rule(spec, trainable_tensors(model), config.sized(form.population).planned_steps, config_dir)
     if (split := public_split(config, config_dir)) is not None:
         split.check(model, config.loss_name)
         split.require_features(facts.opened.features)
         assert config.evaluation is not None, "there is a split"
+        require_nobody_in_both(facts.opened.units, split.units, config.evaluation.dataset.unit)
         metrics = own_metrics(config.evaluation.metrics, (), config_dir)
         if left and metrics:
             left += ("evaluation.metrics need its outputs, so the driver runs it on the evaluation split, on a CPU.",)
@@ -135,7 +136,7 @@ def mechanism_of(config: RunConfig, config_dir: Path) -> Mechanism:
         view, name, paying = _payer(ledger, config, config_dir, facts.data)
         if paying is None and config.dataset is not None and config.dataset.public:
             check_unknown(name, facts.data, view.known)
-    return plan_mechanism(config.sized(facts.form.num_examples), *facts.sizes, paying, facts.largest_rows)
+    return plan_mechanism(config.sized(facts.form.population), *facts.sizes, paying, facts.largest_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
     assert config.dataset is not None, "a plan needs data"
     data, source = descriptor(config.dataset), model_source(config.model)
     opened = data.open_slices(config_dir)
-    form = dataset_form(opened.examples)
+    form = opened.form
     if isinstance(opened.examples, SteadyDataset):
         # As the workers do before the first step: a void example, or one that changes, is found here.
         opened.examples.read_rest()
@@ -191,7 +192,7 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
         notes=notes,
         form=form,
         loss=loss,
-        sizes=(form.num_examples, parameter_count(model)),
+        sizes=(form.population, parameter_count(model)),
         vocabulary=vocabulary,
         largest_rows=rows,
         data=data_marks(data, opened, config_dir),

@@ -10,7 +10,7 @@ from raycloak.coordinator.accounting.renyi import SMALLEST_NOISE_MULTIPLIER
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import ClassCountsConfig, PrivateEvaluationConfig
 from raycloak.coordinator.console.figures import epsilon_text
-from raycloak.coordinator.planning.batches import UNMEASURED_ROWS
+from raycloak.coordinator.planning.batches import UNMEASURED_ROWS, most_units
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.loss import has_accuracy
 from raycloak.workers.terms.measurement import NORM, Measurement
@@ -48,14 +48,14 @@ def plan_measurements(
 ) -> tuple[Measurement, ...]:
     """Return the frozen measurements of a run in the order in which they are made.
 
-    Guarantee: a function of public numbers only. Measurements share examples, virtual workers, honest share and
+    Guarantee: a function of public numbers only. Measurements share units, virtual workers, honest share and
     accountant with the mechanism of training.
 
     Raises:
         ConfigError: ``noise_too_small``, or a measurement does not fit the ring; with numbers.
     """
-    rows = config.micro_batch_size or largest_rows
-    return tuple(_measurement(config, *each, training, rows) for each in _sections(config))
+    units = most_units(config, largest_rows)
+    return tuple(_measurement(config, *each, training, units) for each in _sections(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +169,7 @@ def enough_noise(noise_multiplier: float, whose: str, remedy: str) -> float:
     return noise_multiplier
 
 
-def _measurement(
-    config: RunConfig, section: Section, release: Release, training: Mechanism, largest_rows: int
-) -> Measurement:
+def _measurement(config: RunConfig, section: Section, release: Release, training: Mechanism, most: int) -> Measurement:
     query: Query
     if isinstance(section, ClassCountsConfig):
         query, dimension, divisor = "class_counts", section.classes, 1.0
@@ -180,11 +178,11 @@ def _measurement(
         query, dimension, divisor = "evaluation", 2 if has_accuracy(config.loss_name) else 1, training.num_examples
         dimension += (section.classes or 0) ** 2
         every, loss_bound = section.every, section.loss_bound
-    # Every example contributes, so the batch holds a whole slice and none is ever cut.
-    rows, batches = physical_shape(-(-training.num_examples // training.virtual_workers), largest_rows)
+    # Every unit contributes, so the batch holds a whole slice and none is ever cut.
+    units, batches = physical_shape(-(-training.num_examples // training.virtual_workers), most)
     demand = RingDemand(
         max_grad_norm=NORM,
-        clamp=rows * batches * NORM,
+        clamp=units * batches * NORM,
         dimension=dimension,
         virtual_workers=training.virtual_workers,
         noise_multiplier=release.noise_multiplier,
@@ -205,7 +203,7 @@ def _measurement(
             "gamma_log2": ring.gamma_log2,
             "clamp": ring.clamp,
             "sigma": ring.sigma,
-            "micro_batch_size": rows,
+            "micro_batch_size": units,
             "micro_batches": batches,
             "overflow_probability": 0.0,
             "mask_split_probability": 0.0,

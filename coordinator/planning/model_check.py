@@ -9,7 +9,6 @@ from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.gradients.model_report import ModelReport, report_on
-from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.known_answer import check_classes
 from raycloak.workers.models.fed_by_name import fed_by_name
 from raycloak.workers.models.models import ModelSource, build_unchecked, loss_function
@@ -39,7 +38,7 @@ def report_in_a_run(config: RunConfig, base: Path) -> tuple[ModelReport, tuple[s
         return report_on(model), notes
     described = descriptor(config.dataset)
     opened = described.open_slices(base)
-    form, (loss, _) = dataset_form(opened.examples), loss_function(loss_spec(config.loss), base)
+    form, (loss, _) = opened.form, loss_function(loss_spec(config.loss), base)
     fed_by_name(model, form.inputs)
     vocabulary = check_text(model, form, config.loss_name, opened.vocabulary, described.classes)
     deterministic = not config.allow_nondeterministic

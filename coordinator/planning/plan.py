@@ -332,6 +332,8 @@ def plan_mechanism(
     ring = _ring(config, dimension, batch, release, honest_share)
     return Mechanism(
         private=private,
+        unit=config.unit,
+        rows_per_unit=config.rows_per_unit,
         num_examples=num_examples,
         virtual_workers=batch.virtual_workers,
         sample_rate=sample_rate,
@@ -346,7 +348,7 @@ def plan_mechanism(
         gamma_log2=ring.gamma_log2,
         clamp=ring.clamp,
         sigma=ring.sigma,
-        micro_batch_size=batch.rows,
+        micro_batch_size=batch.units,
         micro_batches=batch.batches,
         overflow_probability=batch.overflow_probability,
         mask_split_probability=SPLIT_PROBABILITY if private and sparse_masks else 0.0,
@@ -454,7 +456,7 @@ def _noise_with_cut(
 ) -> float:
     """Return the noise multiplier of training, raised for a target by what the cut costs where epsilon pays for it."""
     training, *others = releases
-    dp, cut = config.dp_config, cut_at(num_examples, batch.virtual_workers, batch.rows * batch.batches)
+    dp, cut = config.dp_config, cut_at(num_examples, batch.virtual_workers, batch.units * batch.batches)
     if dp.target_epsilon is None or dp.noise_multiplier is not None or batch.overflow_probability or cut is None:
         return training.noise_multiplier
     charged = replace(training, cut=cut)
@@ -477,7 +479,7 @@ def _ring(
     """
     norm = config.dp_config.max_grad_norm
     # All examples of the batch with their whole norm in one coordinate, and with one sign.
-    largest = batch.rows * batch.batches * (norm if release else PUBLIC_GRADIENT_BOUND)
+    largest = batch.units * batch.batches * (norm if release else PUBLIC_GRADIENT_BOUND)
     clamp = config.ring.clamp or largest
     demand = RingDemand(
         max_grad_norm=norm,

@@ -14,6 +14,7 @@ from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, require_public_split
+from raycloak.workers.inputs.units import Units
 from raycloak.workers.models.text_model import check_public_text
 
 
@@ -27,6 +28,7 @@ class PublicSplit:
         classes: number of classes that they are declared to have.
         features: names of the columns that are features; empty where they have none.
         left_out: sentences about what lies beside the examples and is no part of them.
+        units: whose rows they are; None where nobody says.
     """
 
     examples: Dataset
@@ -34,6 +36,7 @@ class PublicSplit:
     classes: int | None = None
     features: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    units: Units | None = None
 
     @property
     def form(self) -> DatasetForm:
@@ -68,7 +71,8 @@ def open_public(described: DatasetDescriptor, base: Path | str) -> PublicSplit:
     except DatasetError as error:
         # Training data is refused in the same words, for the same fields of another section.
         raise DatasetError(error.code, f"evaluation.dataset: {error.message}", error.remedy) from None
-    return PublicSplit(opened.examples, opened.vocabulary, described.classes, opened.features, opened.left_out)
+    known = opened.features, opened.left_out, opened.units
+    return PublicSplit(opened.examples, opened.vocabulary, described.classes, *known)
 
 
 def public_split(config: RunConfig, base: Path | str) -> PublicSplit | None:

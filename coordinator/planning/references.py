@@ -32,6 +32,8 @@ from raycloak.workers.inputs.named_inputs import InputSource
 from raycloak.workers.inputs.user_code import require_module
 
 _SENT_FORM = frozenset({"shape", "label_kind", "max_participations", "max_examples_per_step"})
+# What a descriptor has in another form, or not at all.
+_OF_CONFIG = frozenset({"key_file", "features", "inputs", "labels", "classes", "size", "blocks_per_unit", *_SENT_FORM})
 """Fields of a section that a descriptor has as a form, or that the mechanism has."""
 
 
@@ -98,10 +100,10 @@ def named_code(config: RunConfig) -> list[str]:
 
 def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:
     """Return the descriptor that workers open, from the configuration's section."""
-    given = dataset.model_dump(exclude={"key_file", "features", "inputs", "labels", "classes", "size", *_SENT_FORM})
+    given = dataset.model_dump(exclude=set(_OF_CONFIG))
     names = dataset.classes if isinstance(dataset.classes, list) else []
     return DatasetDescriptor(
-        **given,
+        **given | {"unit": dataset.unit_name, "rows_per_unit": dataset.most_rows or 1},
         features=dataset.columns,
         labels=tuple(dataset.labels) if isinstance(dataset.labels, list) else dataset.labels,
         inputs=tuple(
@@ -285,7 +287,9 @@ def require_same_classes(config: RunConfig, base: Path) -> None:
 def _classes(dataset: DatasetConfig, base: Path) -> tuple[str, ...]:
     described = descriptor(dataset)
     assert described.path is not None, "images have a path"
-    return image_classes(FileSet(described.path, base, IMAGE_SUFFIXES, hashed=False), described.class_names)
+    return image_classes(
+        FileSet(described.path, base, IMAGE_SUFFIXES, hashed=False), described.class_names, described.unit
+    )
 
 
 def require_other_content(config: RunConfig, base: Path, fingerprint: bytes) -> None:

@@ -253,6 +253,8 @@ def verdict(case: ProofCase) -> NoReturn:
         "model_digest": last.hex() if last else None,
         "averaged_weights": case.manifest.computation.optimizer.averaged_weights,
         "virtual_workers": mechanism.virtual_workers,
+        "unit": mechanism.unit,
+        "rows_per_unit": mechanism.rows_per_unit,
         "max_participations": mechanism.max_participations,
         "loads": [[each.after_step, each.step] for each in case.history.loads],
         "measurements": [each.model_dump(mode="json") for each in case.released.values()],

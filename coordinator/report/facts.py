@@ -12,7 +12,7 @@ from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.record.run_reader import RunData
 from raycloak.coordinator.record.verdict import Verdict
 from raycloak.coordinator.report.members import Evidence, utc
-from raycloak.coordinator.report.words import delta_text, participation_rows
+from raycloak.coordinator.report.words import delta_text, participation_rows, unit_text
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.terms.mechanism import Mechanism
 
@@ -86,13 +86,13 @@ def sampling_rows(run: RunData) -> Rows:
     drawn = f"each example by itself with probability {mechanism.sample_rate:.6g} in each step (Poisson)"
     all_steps = "" if sent else f"; {passes:.3g} passes in {mechanism.steps} steps"
     rows = [
-        ("unit of privacy", "one example, replaced by a contribution of zero"),
+        ("unit of privacy", f"{unit_text(mechanism)}, replaced by a contribution of zero"),
         *([] if sent else [("sampling", drawn)]),
         *participation_rows(mechanism.max_participations, mechanism.steps),
         ("batch", f"{mechanism.expected_batch_size:g} examples expected{all_steps}"),
         (
             "computed rows",
-            f"{mechanism.virtual_workers} virtual workers x {mechanism.micro_batches} x {mechanism.micro_batch_size}",
+            f"{mechanism.virtual_workers} virtual workers x {mechanism.micro_batches} x {mechanism.micro_batch_rows}",
         ),
     ]
     if not mechanism.private:
@@ -103,7 +103,7 @@ def sampling_rows(run: RunData) -> Rows:
     normalised = ", normalised" if mechanism.clipping == "normalised" else ""
     return [
         *rows,
-        ("clipping norm", f"{mechanism.max_grad_norm:g}, of one example's gradient{normalised}"),
+        ("clipping norm", f"{mechanism.max_grad_norm:g}, of one {mechanism.unit}'s gradient{normalised}"),
         ("noise multiplier", f"{mechanism.noise_multiplier:.6g}"),
         ("noise counted on", f"{mechanism.honest_share:.0%} of the virtual workers"),
         ("δ", f"{delta:g}; one over {others} is {1 / most:.2g}"),

@@ -12,6 +12,7 @@ from raycloak.coordinator.console.figures import epsilon_text, size_text
 from raycloak.coordinator.ledger.view import DataStanding
 from raycloak.coordinator.record.verdict import Boundary, Verdict
 from raycloak.workers.terms.measurement import Released
+from raycloak.workers.terms.mechanism import Mechanism
 
 BOUNDARIES: Final[Mapping[Boundary, str]] = MappingProxyType(
     {
@@ -31,6 +32,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
     unnoticed = "not covered: no witness on other storage"
     return [
         *(_budget_rows(verdict) if verdict.private else [("privacy", "NOT PRIVATE: differential privacy was off")]),
+        *([] if verdict.unit == "example" else [("unit", unit_text(verdict))]),
         ("steps", _steps(verdict)),
         _evaluation_row(verdict),
         *((name, f"{value:.6g} on the public split") for name, value in verdict.evaluation_metrics.items()),
@@ -141,6 +143,14 @@ def sealed_text(sealed: bool, sent: bool = False) -> str:
     if sent:
         return "sent: encrypted by the client for attested workers"
     return "sealed: each worker opens only its slices" if sealed else "not sealed"
+
+
+def unit_text(of: Mechanism | Verdict) -> str:
+    """Return what epsilon protects as a whole, and how many of its rows a step computes."""
+    if of.unit == "example":
+        return "one example"
+    rows = "row" if of.rows_per_unit == 1 else "rows"
+    return f"one {of.unit} (at most {of.rows_per_unit} {rows} a step)"
 
 
 def participation_rows(bound: int | None, steps: int) -> list[tuple[str, str]]:

@@ -61,6 +61,8 @@ def verdict_of(
         accountant=mechanism.accountant if private else None,
         epsilon_by_accountant=check.epsilon if check else {},
         accountants_not_computed=check.not_computed if check else {},
+        unit=mechanism.unit,
+        rows_per_unit=mechanism.rows_per_unit,
         max_participations=mechanism.max_participations,
         exact=finished.manifest.computation.exact,
         evaluation_accuracy=finished.evaluation.accuracy if finished.evaluation else None,

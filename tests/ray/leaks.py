@@ -23,7 +23,7 @@ from raycloak.workers.models.models import load_flat, read_flat
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.receipt import data_root
 from raycloak.workers.vectors.ring import RingSpec, encode_into, ring_dtype
-from raycloak.workers.vectors.sampling import draw_ids, row_places
+from raycloak.workers.vectors.sampling import draw_ids, unit_places
 
 Needles = Mapping[str, bytes]
 WINDOW = 32
@@ -144,9 +144,11 @@ def _virtual_worker(worker, v, keys, step, model, root):
     capacity = mechanism.micro_batch_size * mechanism.micro_batches
     ids = draw_ids(sampling, data.ids, mechanism.sample_rate, capacity)
     parameters = read_flat(workload.module)
-    places = row_places(placing, mechanism.micro_batch_size, mechanism.micro_batches)
-    rows = computer._dataset, ids, mechanism
-    batches = micro_batches(*rows, padding=int(data.ids[0]), places=places, spare=computer._spare, present=None)
+    places = unit_places(placing, mechanism.micro_batch_size, mechanism.micro_batches)
+    drawn, present = np.full(capacity, data.ids[0]), np.arange(capacity) < len(ids)
+    drawn[: len(ids)] = ids
+    rows = computer._dataset, drawn[:, None], present[:, None], mechanism
+    batches = micro_batches(*rows, places=places, spare=computer._spare)
     clear = torch.cat(computer._engine.clipped_sum(parameters, batches)).numpy()
     encoded = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
     encode_into(clear, RingSpec(mechanism.ring_bits, mechanism.gamma_log2, mechanism.clamp), encoded)

@@ -16,6 +16,7 @@ from raycloak.coordinator.report.words import (
     keys_rows,
     participation_rows,
     sealed_text,
+    unit_text,
 )
 
 if TYPE_CHECKING:
@@ -50,13 +51,16 @@ def plan_rows(plan: "Plan") -> Iterator[tuple[str, str]]:
     mechanism = plan.mechanism
     normalised = ", normalised" if mechanism.clipping == "normalised" else ""
     yield "noise multiplier", f"{mechanism.noise_multiplier:.4g}, clipping norm {mechanism.max_grad_norm:g}{normalised}"
+    if mechanism.unit != "example":
+        yield "unit", unit_text(mechanism)
     if mechanism.max_participations is not None:
         most = f"{mechanism.num_examples:,} at most in a step, {mechanism.expected_batch_size:g} expected"
         yield "examples", most
         yield from participation_rows(mechanism.max_participations, mechanism.steps)
     else:
         epochs = f"{mechanism.steps * mechanism.sample_rate:.3g} epochs in {mechanism.steps} steps"
-        yield "sample rate", f"{mechanism.sample_rate:.4g} of {mechanism.num_examples:,} examples, {epochs}"
+        counted = "examples" if mechanism.unit == "example" else "units"
+        yield "sample rate", f"{mechanism.sample_rate:.4g} of {mechanism.num_examples:,} {counted}, {epochs}"
     # Where there is more than training: each mechanism with what it would cost alone.
     for each in plan.mechanism_costs if len(plan.mechanism_costs) > 1 else ():
         times = "once" if each.releases == 1 else f"{each.releases} times"
@@ -100,7 +104,7 @@ def _size_rows(plan: "Plan") -> Iterator[tuple[str, str]]:
     mechanism, terms = plan.mechanism, plan.delta_terms
     sent = mechanism.max_participations is not None
     rows = (
-        f"{mechanism.virtual_workers} virtual workers x {mechanism.micro_batches} x {mechanism.micro_batch_size} rows"
+        f"{mechanism.virtual_workers} virtual workers x {mechanism.micro_batches} x {mechanism.micro_batch_rows} rows"
     )
     yield "batch", f"{rows}, {plan.rows_per_expected_row:.3g} computed per expected row"
     # Cut batches are named even where epsilon pays for them.

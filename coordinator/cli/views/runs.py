@@ -205,6 +205,8 @@ _TERMS: Mapping[str, Sequence[str]] = {
         "noise_multiplier",
         "max_grad_norm",
         "sample_rate",
+        "unit",
+        "rows_per_unit",
         "num_examples",
         "max_participations",
         "steps",

@@ -263,7 +263,7 @@ def test_of_two_runs_that_would_open_an_account_the_second_is_held_to_its_terms(
 
 def test_an_account_counts_epsilon_for_one_unit_that_its_first_run_fixes(ledger: PrivacyLedger):
     with pytest.raises(BudgetError, match="unit_mismatch: account 'patients' counts epsilon for one row"):
-        charge(ledger, terms("run-b", data=PEOPLE, unit="person"))
+        charge(ledger, terms("run-b", data=PEOPLE, mechanisms=(mechanism(unit="person", rows_per_unit=8),)))
     assert [entry.event.unit for entry in ledger.history() if isinstance(entry.event, RunRegistered)] == ["row"]
 
 

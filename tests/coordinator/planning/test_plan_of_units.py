@@ -1,0 +1,58 @@
+"""Plans of units of several rows: what counts units, what counts rows, and what memory refuses before a charge."""
+
+from typing import Any
+
+import pytest
+
+from raycloak.coordinator.cli.views.plan import plan_rows
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.planning.plan import make_plan, plan_mechanism
+from raycloak.metrics.errors import ConfigError
+from tests.protocol import config
+
+DATA = {"kind": "csv", "path": "visits.csv", "labels": "well"}
+
+
+def of_patients(rows_per_unit: int = 8, **fields: Any) -> RunConfig:
+    fields = {"micro_batch_size": None} | fields
+    return config(dataset=DATA | {"unit": "patient_id", "rows_per_unit": rows_per_unit}, **fields)
+
+
+def test_the_capacity_counts_units_and_a_micro_batch_holds_the_rows_that_memory_does() -> None:
+    persons = plan_mechanism(of_patients(), 400, 83, largest_rows=64)
+    records = plan_mechanism(config(dataset=DATA, micro_batch_size=None), 400, 83, largest_rows=64)
+    assert (persons.unit, persons.rows_per_unit) == ("patient_id", 8)
+    assert persons.micro_batch_rows <= 64
+    assert persons.micro_batch_size <= 8
+    capacities = [each.micro_batch_size * each.micro_batches for each in (persons, records)]
+    assert abs(capacities[0] - capacities[1]) < 8, "of units and of examples, which are as many"
+    assert persons.noise_multiplier == records.noise_multiplier, "k costs nothing"
+
+
+def test_measurements_count_the_units_of_whole_slices() -> None:
+    measured = {
+        "evaluation": {"every": 2, "noise_multiplier": 3.0},
+        "class_counts": {"classes": 3, "noise_multiplier": 3.0},
+    }
+    plan = make_plan(of_patients(measurements=measured), 400, 83, largest_rows=64)
+    assert [each.query for each in plan.measurements] == ["class_counts", "evaluation"]
+    for each in plan.measurements:
+        own = each.mechanism
+        assert (own.unit, own.rows_per_unit) == ("patient_id", 8)
+        assert own.micro_batch_size * own.micro_batches >= 400 / own.virtual_workers
+        assert own.micro_batch_rows <= 64
+
+
+def test_a_unit_whose_rows_memory_does_not_hold_is_refused_with_the_number_that_it_does() -> None:
+    for changes, held in (({}, 64), ({"micro_batch_size": 5}, 5)):
+        with pytest.raises(ConfigError, match=f"unit_too_large: .*65 rows of a patient_id.*the {held} that"):
+            plan_mechanism(of_patients(65, **changes), 400, 83, largest_rows=64)
+
+
+def test_a_plan_says_what_the_unit_is_and_one_of_examples_says_nothing() -> None:
+    said = dict(plan_rows(make_plan(of_patients(), 400, 83)))
+    assert said["unit"] == "one patient_id (at most 8 rows a step)"
+    assert "of 400 units" in said["sample rate"]
+    alone = dict(plan_rows(make_plan(config(dataset=DATA), 400, 83)))
+    assert "unit" not in alone
+    assert "of 400 examples" in alone["sample rate"]
