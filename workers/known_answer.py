@@ -19,6 +19,7 @@ from raycloak.workers.device.words import Words
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import SumEngine
+from raycloak.workers.inputs.augmentation import Versions
 from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, named_inputs_of
 from raycloak.workers.inputs.named_inputs import packed
 from raycloak.workers.inputs.units import Units
@@ -155,6 +156,7 @@ def known_answer(
     *,
     classes: int,
     words: Words[Any],
+    versions: Versions | None = None,
 ) -> bytes:
     """Return the digest of the encoded, noised vector of one synthetic virtual worker.
 
@@ -164,6 +166,7 @@ def known_answer(
         vocabulary: public number of ids; needed where features are integers, which are drawn over all of them.
         classes: public number of classes; labels that are integers are drawn over all of them.
         words: that compute the vector; it is public, so it leaves their device.
+        versions: that a step computes of each row.
 
     Returns:
         32 bytes.
@@ -172,16 +175,16 @@ def known_answer(
         ModelError: ``known_answer``, with the text of the failure: no example is in reach of the model yet.
     """
     # A full batch: every row of every micro-batch is computed, and none is padding.
-    count, rows_per_unit = mechanism.micro_batch_size * mechanism.micro_batches, mechanism.rows_per_unit
+    count, rows_each = mechanism.micro_batch_size * mechanism.micro_batches, mechanism.rows_chosen
     public = mechanism.model_copy(update={"num_examples": count, "virtual_workers": 1, "sample_rate": 1.0})
-    rows = count * rows_per_unit
+    rows = count * rows_each
     _, labels = dataset.batch(np.empty(0, np.int64))
     synthetic = ArrayDataset(_features(dataset, rows, vocabulary or 1), _fill(labels, rows, "labels", classes))
     # There are no rows without an example, so any may be the spare one.
     spare = synthetic.batch(np.zeros(1, np.int64))
-    whole_units = Units(np.arange(rows), np.arange(rows_per_unit, rows + 1, rows_per_unit))
-    units = None if rows_per_unit == 1 else whole_units
-    computer = VirtualWorkerComputer(public, engine, synthetic, spare, units, words=words)
+    whole_units = Units(np.arange(rows), np.arange(rows_each, rows + 1, rows_each))
+    units = None if rows_each == 1 else whole_units
+    computer = VirtualWorkerComputer(public, engine, synthetic, spare, units, versions, words=words)
     keys = VirtualWorkerKeys(stream=_PUBLIC_KEY, data=_PUBLIC_KEY)
     whole = VectorRange(index=0, offset=0, length=mechanism.dimension)
     try:

@@ -9,6 +9,7 @@ itself, and so gets no keys; but what that list admitted has run by then.
 from pathlib import Path
 
 from raycloak.metrics.errors import EvidenceError, ProtocolError
+from raycloak.workers.inputs.augmentation import SHIFT
 from raycloak.workers.inputs.code_bundle import CodeBundle
 from raycloak.workers.inputs.user_code import only_from, require_module
 from raycloak.workers.messages import Admission, WorkerFacts, WorkerSetup
@@ -40,6 +41,8 @@ def admit_code(setup: WorkerSetup) -> bytes:
     named = [model.name] if model.hub is None else []
     named += [setup.loss.name] if not setup.loss.terms else []
     named += [each.function for each in data if each is not None and each.kind == "module" and each.function]
+    augment = setup.dataset.augment
+    named += [augment.kind] if augment is not None and augment.kind != SHIFT else []
     if not named:
         # An empty one: what a file of examples may name, such as an audit's, is refused as well.
         only_from(CodeBundle(Path(setup.base).resolve(), {}))

@@ -67,6 +67,7 @@ class WorkerFacts(Message):
         left_out: sentences about what lies beside the examples and is no part of them.
         initial_parameters: parameter digest of the start.
         contents: of all parameters and buffers of the model.
+        augment_code: SHA-256 of the source of the user's own versions of rows; empty without.
         largest_rows: of a micro-batch; see `raycloak.workers.gradients.row_memory`.
         code: digest of the bundle that its own code comes from; empty for none, or without a list.
         measures: whether it has opened a split to measure on.
@@ -88,6 +89,7 @@ class WorkerFacts(Message):
     left_out: tuple[str, ...] = ()
     code: bytes = b""
     measures: bool = False
+    augment_code: bytes = b""
 
 
 class Admission(Message):

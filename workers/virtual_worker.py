@@ -18,6 +18,7 @@ from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.device.words import CpuWords, Words
 from raycloak.workers.gradients.clipping import MicroBatch, micro_batches
 from raycloak.workers.gradients.sum_engines import SumEngine
+from raycloak.workers.inputs.augmentation import WORDS, Versions
 from raycloak.workers.inputs.datasets import Batch, Dataset, slice_digest, slice_ids
 from raycloak.workers.inputs.sent_rows import SentRows, SentSlots
 from raycloak.workers.inputs.units import Units
@@ -62,6 +63,7 @@ class VirtualWorkerComputer:
         spare: synthetic examples for rows that no example was drawn for; see
             `raycloak.workers.gradients.spare_rows`.
         units: of the dataset's examples; None where each is a unit of its own.
+        versions: that a step computes of each row; None where it computes the row itself.
         slices: by virtual worker, the slices whose digest is known; computers on one dataset may share them.
         words: compute the vectors; a CPU's, of one thread, by default.
     """
@@ -73,23 +75,29 @@ class VirtualWorkerComputer:
         dataset: Dataset,
         spare: Batch,
         units: Units | None = None,
+        versions: Versions | None = None,
         slices: dict[int, Slice] | None = None,
         words: Words[Any] | None = None,
     ) -> None:
-        require_bound(units is not None or mechanism.rows_per_unit == 1, "an example alone is one row")
+        require_bound(units is not None or mechanism.rows_chosen == 1, "an example alone is one row")
+        copies = 1 if versions is None else versions.copies
+        require_bound(copies == mechanism.copies, "the mechanism counts the versions of a row")
         self._mechanism = mechanism
         self._engine = engine
         self._dataset = dataset
         self._spare = spare
         self._units = units
+        self._versions = versions
         self._slices = {} if slices is None else slices
         self._words = CpuWords() if words is None else words
 
     def beside(self, mechanism: Mechanism, engine: SumEngine) -> "VirtualWorkerComputer":
-        """Return a computer for another mechanism on the same slices, which are read for their digests only once."""
-        return VirtualWorkerComputer(
-            mechanism, engine, self._dataset, self._spare, self._units, self._slices, self._words
-        )
+        """Return a computer for a measurement on the same slices, which are read for their digests only once.
+
+        It counts rows as they are.
+        """
+        of_data = self._dataset, self._spare, self._units
+        return VirtualWorkerComputer(mechanism, engine, *of_data, slices=self._slices, words=self._words)
 
     def slice(self, v: int) -> Slice:
         """Return the slice of virtual worker ``v``; its digest reads every example once."""
@@ -167,11 +175,23 @@ class VirtualWorkerComputer:
         if self._units is not None:
             # For every place, the empty ones too: the choice takes one time for any draw.
             choice = derive(keys.stream, Purpose.UNIT_ROWS, *context)
-            words = uniform_words(choice, len(places), mechanism.rows_per_unit)
-            rows, chosen = self._units.chosen(drawn, mechanism.rows_per_unit, words)
+            words = uniform_words(choice, len(places), mechanism.rows_chosen)
+            rows, chosen = self._units.chosen(drawn, mechanism.rows_chosen, words)
             there = there & chosen
         source = self._dataset if sent is None else sent
-        return micro_batches(source, rows, there, mechanism, places=places, spare=self._spare)
+        rows, there = (np.repeat(each, mechanism.copies, 1) for each in (rows, there))
+        batches = micro_batches(source, rows, there, mechanism, places, self._spare)
+        if self._versions is None:
+            return batches
+        # By place, for the empty ones too: a version takes one time whatever the row.
+        key = derive(keys.stream, Purpose.VERSIONS, *context)
+        shape = mechanism.micro_batches, mechanism.micro_batch_rows, WORDS
+        return _versions(batches, self._versions, uniform_words(key, *shape))
+
+
+def _versions(batches: Iterable[MicroBatch], versions: Versions, words: NDArray[np.uint64]) -> Iterator[MicroBatch]:
+    for (features, labels, valid), of_rows in zip(batches, words, strict=True):
+        yield versions.of(features, of_rows), labels, valid
 
 
 def _until_cancelled(batches: Iterable[MicroBatch], is_cancelled: Callable[[], bool]) -> Iterator[MicroBatch]:

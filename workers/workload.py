@@ -34,6 +34,7 @@ from raycloak.workers.gradients.row_memory import MICRO_BATCH_BYTES, largest_row
 from raycloak.workers.gradients.spare_rows import CANDIDATES, spare_rows
 from raycloak.workers.gradients.streaming import streams_of
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
+from raycloak.workers.inputs.augmentation import Versions
 from raycloak.workers.inputs.datasets import Dataset
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset, require_nobody_in_both
 from raycloak.workers.inputs.fingerprint import data_marks
@@ -80,6 +81,7 @@ class Workload:
         slices, evaluation_slices: where keys of training and evaluation slices go.
         form: the public outline of the dataset.
         units: whose rows the examples are; None where each is a unit of its own.
+        versions: that a step computes of each row; None where it computes the row itself.
         vocabulary: public number of ids that integer features are; None for other features.
         sent_form: form of the examples that a client sends; None where data is registered.
         runtime: how its model is built and run.
@@ -128,7 +130,8 @@ class Workload:
         # One for all engines, so that all of them compute as the known answer says.
         self.loss = RowLoss(loss_fn)
         self.runtime = ModelRuntime(lambda: twin_of(self.module), self.loss, setup.device, deterministic)
-        self.form, self.units = opened.form, opened.units
+        self.form, self.units, augment = opened.form, opened.units, setup.dataset.augment
+        self.versions = None if augment is None else Versions(augment, self.form, setup.base)
         # After its contents were read: what hands the inputs over is not the model's.
         fed_by_name(self.module, self.form.inputs)
         if hub is not None:
@@ -162,6 +165,7 @@ class Workload:
             contents=contents,
             model_code=setup.model.code_digest(setup.base),
             loss_code=loss_code,
+            augment_code=b"" if self.versions is None else self.versions.code,
             numerics=current_numerics(setup.device).model_copy(update=computed),
             data=marks,
             largest_rows=rows,
@@ -256,12 +260,13 @@ class PlannedWorkload:
         spare = spare_rows(workload.module.train(), workload.form, runtime.deterministic, vocabulary, candidates=rows)
         of_run, clock = (runtime.device, runtime.deterministic), workload.words.clock
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, *of_run, clock)
-        gradient = VirtualWorkerComputer(mechanism, engine, dataset, spare, workload.units, words=workload.words)
+        of_data = dataset, spare, workload.units, workload.versions
+        gradient = VirtualWorkerComputer(mechanism, engine, *of_data, words=workload.words)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
         # The module has not seen a step yet. Copied late: the checks before take as much memory as a step.
         start = read_flat(workload.module)
         answering = partial(known_answer, classes=classes, words=workload.words)
-        answers = [answering(mechanism, engine, dataset, start, vocabulary)]
+        answers = [answering(mechanism, engine, dataset, start, vocabulary, versions=workload.versions)]
         for measurement in measurements:
             check_measurable(measurement, workload.form)
             counting = measurement_engine(measurement, runtime)
@@ -307,6 +312,7 @@ class PlannedWorkload:
             "numerics": (computation.numerics, facts.numerics),
             "num_examples": (computation.mechanism.num_examples, facts.num_examples),
             "unit": (computation.mechanism.unit, setup.dataset.unit or "example"),
+            "rows_per_unit": (computation.mechanism.rows_chosen, setup.dataset.rows_per_unit),
             # A dataset may take part in every step, so it must be charged for every step.
             "max_participations": (bounded, sent),
             "mechanism": (computation.mechanism, self.mechanism),
@@ -315,6 +321,7 @@ class PlannedWorkload:
             "tensors": (computation.tensors, facts.tensors),
             "model_code": (computation.model_code, facts.model_code),
             "loss_code": (computation.loss_code, facts.loss_code),
+            "augment_code": (computation.augment_code, facts.augment_code),
             "initial_parameters": (computation.initial_parameters, facts.initial_parameters),
             "frozen": (computation.frozen, frozen_digest(facts.contents)),
             "dataset": (computation.dataset, setup.dataset.identity_digest()),

@@ -36,6 +36,7 @@ class Purpose(StrEnum):
     SAMPLING = "raycloak/stream/sampling/v1"
     PLACES = "raycloak/stream/places/v1"
     UNIT_ROWS = "raycloak/stream/unit-rows/v1"
+    VERSIONS = "raycloak/stream/versions/v1"
     NOISE = "raycloak/stream/noise/v1"
     NOISE_INDEX = "raycloak/stream/noise-index/v1"
     NOISE_RESIDUE = "raycloak/stream/noise-residue/v1"

@@ -112,6 +112,12 @@ class CanaryTask(Section):
             raise ConfigError("config", "an audit needs both dataset and model.", "Name them in the configuration.")
         if config.dataset.kind == "sealed":
             raise ConfigError("config", "an audit takes no sealed dataset.", "Audit it where it is in the clear.")
+        if config.dataset.augment is not None:
+            raise ConfigError(
+                "config",
+                "an audit's canaries have no versions, and the configuration computes some of each row.",
+                "Audit it with --set dataset.augment=null.",
+            )
         require_at_hand(config.dataset, "an audit")
         opened = descriptor(config.dataset).open_slices(base)
         form = opened.form

@@ -285,6 +285,8 @@ class RunConfig(Section):
             raise ValueError(
                 "evaluation.dataset: rows_per_unit and blocks_per_unit are for training; a split is read whole"
             )
+        if self.evaluation is not None and self.evaluation.dataset.augment is not None:
+            raise ValueError("evaluation.dataset.augment: a split is measured as it is")
         return self
 
     @model_validator(mode="after")
@@ -364,8 +366,14 @@ class RunConfig(Section):
 
     @property
     def rows_per_unit(self) -> int:
-        """The k of a unit: most of its rows that a step computes."""
-        return (self.dataset.most_rows if self.dataset is not None else None) or 1
+        """The k of a unit: most of its rows that a step computes, with their versions."""
+        return 1 if self.dataset is None else self.dataset.rows_each
+
+    @property
+    def copies(self) -> int:
+        """The versions of each row among them."""
+        augment = None if self.dataset is None else self.dataset.augment
+        return 1 if augment is None else augment.copies
 
     @property
     def batch_size(self) -> float:

@@ -11,7 +11,9 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from raycloak.attestation.core.secret_urls import secret_in
 from raycloak.coordinator.config.section import Section
+from raycloak.workers.inputs.augmentation import SHIFT
 from raycloak.workers.inputs.descriptor import CLASSES, CONFIGURED, KINDS, LABELS, OF_SOME_KINDS, kinds_with
+from raycloak.workers.inputs.units import MOST_CHOSEN
 from raycloak.workers.terms.built_in_rules import RULE_SETTINGS, RULES, rules_with
 
 Kept = Literal["sealed", "clear"]
@@ -161,6 +163,30 @@ class InputConfig(Section):
         return (self.features,) if isinstance(self.features, str) else tuple(self.features)
 
 
+class AugmentConfig(Section):
+    """Random versions of each row, of which a step computes some, all of one unit; an evaluation sees none.
+
+    Attributes:
+        kind: ``shift``, or ``module:function`` that makes a version of a row from it and a NumPy generator.
+        copies: versions of each row in a step that takes it.
+        pixels: of shift: most by which an image is moved along each of its last two axes; zeros fill it up.
+        flip: of shift: mirrors one version in two along the last axis.
+    """
+
+    kind: Annotated[str, known((SHIFT,), "kind of versions", "module:function")]
+    copies: int = Field(default=2, gt=0, le=MOST_CHOSEN)
+    pixels: int | None = Field(default=None, gt=0, le=2**12)
+    flip: bool = False
+
+    @model_validator(mode="after")
+    def _fields_of_kind(self) -> Self:
+        if self.kind == SHIFT and self.pixels is None:
+            raise ValueError("kind shift needs pixels: the most by which an image is moved")
+        if self.kind != SHIFT and (self.pixels is not None or self.flip):
+            raise ValueError("pixels and flip belong to kind shift")
+        return self
+
+
 class DatasetConfig(Section):
     """The place of the examples, and how they are read.
 
@@ -193,6 +219,7 @@ class DatasetConfig(Section):
             sealed for. The split of an evaluation names it so that nobody is in both.
         rows_per_unit: k: the most rows of a unit in one step, chosen anew in each; a unit's gradient is their mean.
         blocks_per_unit: makes each file of text_blocks a unit, of which at most so many blocks are in one step.
+        augment: random versions of each row that a step takes; none by default.
         public: declares that the data needs no protection; of a sealed evaluation split, that results on it need none.
         fingerprint_key: file of 64 hexadecimal digits beside the data, with which every worker computes the marks that
             an account knows its examples by, wherever they lie; one for all data of the same people. Relative to the
@@ -225,8 +252,9 @@ class DatasetConfig(Section):
     max_length: int | None = Field(default=None, gt=0, le=2**20)
     allow_void: bool = False
     unit: str | None = Field(default=None, min_length=1)
-    rows_per_unit: int | None = Field(default=None, gt=0, le=2**16)
-    blocks_per_unit: int | None = Field(default=None, gt=0, le=2**16)
+    rows_per_unit: int | None = Field(default=None, gt=0, le=MOST_CHOSEN)
+    blocks_per_unit: int | None = Field(default=None, gt=0, le=MOST_CHOSEN)
+    augment: AugmentConfig | None = None
     public: bool = False
     fingerprint_key: str | None = None
     key_file: str | None = None
@@ -281,6 +309,10 @@ class DatasetConfig(Section):
             raise ValueError("text has one column of features; join a pair of texts, since token types are not carried")
         if self.rows_per_unit is not None and self.unit is None:
             raise ValueError("rows_per_unit needs the unit whose rows they are")
+        if self.augment is not None and self.kind == "sent":
+            raise ValueError("augment does not belong to kind sent: a client sends the versions that it wants")
+        if self.rows_each > MOST_CHOSEN:
+            raise ValueError(f"a step computes at most {MOST_CHOSEN} rows of a unit, augment.copies included")
         if self.kind == "ray_data" and self.path is not None and "://" in self.path:
             raise ValueError("path of kind ray_data is a folder on disk")
         return self
@@ -327,6 +359,11 @@ class DatasetConfig(Section):
     def most_rows(self) -> int | None:
         """The most rows of a unit in one step; None where the configuration says nothing."""
         return self.rows_per_unit or self.blocks_per_unit
+
+    @property
+    def rows_each(self) -> int:
+        """The most rows of a unit that a step computes, with their versions."""
+        return (self.most_rows or 1) * (1 if self.augment is None else self.augment.copies)
 
     @property
     def columns(self) -> tuple[str, ...]:

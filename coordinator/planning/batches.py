@@ -91,7 +91,7 @@ def most_units(config: RunConfig, largest_rows: int) -> int:
         raise ConfigError(
             "unit_too_large",
             f"the {config.rows_per_unit} rows of a {config.unit} are more than the {rows} that a micro-batch holds.",
-            f"Lower dataset.rows_per_unit to {rows}, or raise micro_batch_bytes.",
+            f"Let dataset.rows_per_unit times augment.copies be at most {rows}, or raise micro_batch_bytes.",
         )
     return rows // config.rows_per_unit
 

@@ -58,6 +58,7 @@ def build_computation(
         model_code=facts.model_code,
         loss=loss_spec(config.loss),
         loss_code=facts.loss_code,
+        augment_code=facts.augment_code,
         tensors=facts.tensors,
         initial_parameters=facts.initial_parameters,
         frozen=frozen_digest(facts.contents),

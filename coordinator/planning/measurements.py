@@ -196,6 +196,9 @@ def _measurement(config: RunConfig, section: Section, release: Release, training
             "steps": release.count,
             "max_grad_norm": NORM,
             "clipping": "norm",
+            # Rows are counted as they are.
+            "rows_per_unit": training.rows_chosen,
+            "copies": 1,
             "noise_multiplier": release.noise_multiplier,
             "expected_batch_size": float(divisor),
             "dimension": dimension,

@@ -334,6 +334,7 @@ def plan_mechanism(
         private=private,
         unit=config.unit,
         rows_per_unit=config.rows_per_unit,
+        copies=config.copies,
         num_examples=num_examples,
         virtual_workers=batch.virtual_workers,
         sample_rate=sample_rate,

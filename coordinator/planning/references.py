@@ -21,6 +21,7 @@ from raycloak.coordinator.ledger.location import usable_url
 from raycloak.coordinator.ledger.witness import open_witness
 from raycloak.metrics.errors import ConfigError, DatasetError, ProtocolError
 from raycloak.metrics.file_errors import file_error
+from raycloak.workers.inputs.augmentation import Augmentation
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, require_public_split, split_is_private
 from raycloak.workers.inputs.file_sets import FileSet, named_places
@@ -33,7 +34,9 @@ from raycloak.workers.inputs.user_code import require_module
 
 _SENT_FORM = frozenset({"shape", "label_kind", "max_participations", "max_examples_per_step"})
 # What a descriptor has in another form, or not at all.
-_OF_CONFIG = frozenset({"key_file", "features", "inputs", "labels", "classes", "size", "blocks_per_unit", *_SENT_FORM})
+_OF_CONFIG = frozenset(
+    {"key_file", "features", "inputs", "labels", "classes", "size", "blocks_per_unit", "augment", *_SENT_FORM}
+)
 """Fields of a section that a descriptor has as a form, or that the mechanism has."""
 
 
@@ -93,7 +96,9 @@ def require_in_place(config: RunConfig, base: Path) -> None:
 def named_code(config: RunConfig) -> list[str]:
     """Return each ``module:function`` of the configuration: model, loss, update rule, schedule, metrics and data."""
     measured = config.evaluation.metrics if config.evaluation else []
-    functions = [part.function for part in (part_of(config, "training"), part_of(config, "evaluation")) if part]
+    augment = config.dataset.augment if config.dataset is not None else None
+    functions = [augment.kind if augment is not None else None]
+    functions += [part.function for part in (part_of(config, "training"), part_of(config, "evaluation")) if part]
     named = [config.model, config.loss, config.optimizer.name, config.optimizer.schedule, *measured, *functions]
     return [target for target in named if isinstance(target, str) and ":" in target]
 
@@ -104,6 +109,7 @@ def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:
     names = dataset.classes if isinstance(dataset.classes, list) else []
     return DatasetDescriptor(
         **given | {"unit": dataset.unit_name, "rows_per_unit": dataset.most_rows or 1},
+        augment=None if dataset.augment is None else Augmentation(**dataset.augment.model_dump(exclude_none=True)),
         features=dataset.columns,
         labels=tuple(dataset.labels) if isinstance(dataset.labels, list) else dataset.labels,
         inputs=tuple(

@@ -255,6 +255,7 @@ def verdict(case: ProofCase) -> NoReturn:
         "virtual_workers": mechanism.virtual_workers,
         "unit": mechanism.unit,
         "rows_per_unit": mechanism.rows_per_unit,
+        "copies": mechanism.copies,
         "max_participations": mechanism.max_participations,
         "loads": [[each.after_step, each.step] for each in case.history.loads],
         "measurements": [each.model_dump(mode="json") for each in case.released.values()],

@@ -48,7 +48,8 @@ class Verdict:
         epsilon_by_accountant: of the releases that the claim covers, by five accountants; the noise of
             ``colluding_workers`` is not counted on. ``accountants_not_computed`` says why one is not there.
         unit: public name of what epsilon protects as a whole: an ``example``, or the unit whose rows the examples are.
-        rows_per_unit: most rows of a unit in a step.
+        rows_per_unit: most rows of a unit in a step, versions included.
+        copies: versions of each row among them.
         max_participations: k of data that a client sent: most steps that one example took part in, by the word of the
             service that counted; None for a dataset.
         exact: False if operations without a deterministic kernel were allowed: a repeat may give other bytes.
@@ -102,6 +103,7 @@ class Verdict:
     links: Links | None = None
     unit: str = "example"
     rows_per_unit: int = 1
+    copies: int = 1
     max_participations: int | None = None
     exact: bool = True
     averaged_weights: bool = False

@@ -63,6 +63,7 @@ def verdict_of(
         accountants_not_computed=check.not_computed if check else {},
         unit=mechanism.unit,
         rows_per_unit=mechanism.rows_per_unit,
+        copies=mechanism.copies,
         max_participations=mechanism.max_participations,
         exact=finished.manifest.computation.exact,
         evaluation_accuracy=finished.evaluation.accuracy if finished.evaluation else None,

@@ -379,7 +379,6 @@ def micro_batches(
     ids: NDArray[np.int64],
     present: NDArray[np.bool_],
     mechanism: Mechanism,
-    *,
     places: NDArray[np.int64],
     spare: Batch,
 ) -> Iterator[MicroBatch]:

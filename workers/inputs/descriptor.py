@@ -23,6 +23,7 @@ from raycloak.metrics.errors import ConfigError, DatasetError, ModelError, Raycl
 from raycloak.metrics.file_errors import file_errors
 from raycloak.metrics.listing import all_listed, listed
 from raycloak.metrics.proof_bounds import require_bound
+from raycloak.workers.inputs.augmentation import Augmentation
 from raycloak.workers.inputs.built_rows import PipelineIndex, built_files
 from raycloak.workers.inputs.datasets import (
     ArrayDataset,
@@ -165,9 +166,10 @@ class DatasetDescriptor(Message):
         unit: public name of what epsilon protects as a whole, such as ``patient_id``: the column that says whose a row
             is, of kind npz the array; of images what their innermost folders are, of ``text_blocks`` a document, of a
             function's dataset what its ``unit(index)`` names. None where it is each example.
-        rows_per_unit: k, the most rows of a unit that take part in one step.
+        rows_per_unit: the most rows of a unit that take part in one step.
+        augment: the versions of each of them that a step computes; None where it computes the row itself.
 
-    The last five are left out of the bytes where they say nothing.
+    The last six are left out of the bytes where they say nothing.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/dataset/v1"
@@ -193,6 +195,7 @@ class DatasetDescriptor(Message):
     allow_void: bool = Field(default=False, exclude_if=lambda allowed: not allowed)
     unit: str | None = Field(default=None, exclude_if=lambda unit: unit is None)
     rows_per_unit: int = Field(default=1, ge=1, exclude_if=lambda rows: rows == 1)
+    augment: Augmentation | None = Field(default=None, exclude_if=lambda versions: versions is None)
 
     @property
     def label_names(self) -> tuple[str, ...]:

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from raycloak.metrics.proof_bounds import require_bound
 
+MOST_CHOSEN = 256
+"""The most rows that a step chooses of a unit: operations grow with their square."""
 # A product of a word's half and a number of rows fits into 64 bits.
 MOST_ROWS = 2**32 - 1
 # Of a name, under a key that ends with the process: a billion units collide at odds of 1 in 10^20.
@@ -79,21 +81,21 @@ class Units:
             row ids int64 [n, k], and which of them are present, bool [n, k]; present ones come first. Where a unit has
             too few rows, its first row stands and is not present.
         """
-        require_bound(rows_per_unit >= 1 and words.shape == (len(units), rows_per_unit), "each draw has its own word")
+        require_bound(1 <= rows_per_unit <= MOST_CHOSEN, "so many rows of a unit are chosen")
+        require_bound(words.shape == (len(units), rows_per_unit), "each draw has its own word")
         sizes = self.sizes(units)
         present = np.arange(rows_per_unit) < sizes[:, None]
         # A shuffle of 0 .. n_u - 1 of which only the first k places and what was swapped away from them are held:
-        # swapped[:, j] is what lies at place drawn[:, j] since the j-th swap.
-        drawn = np.empty((len(units), rows_per_unit), np.int64)
+        # swapped[j] is what lies at place drawn[j] since the j-th swap. A draw is a row here: columns would be strided.
+        drawn = np.empty((rows_per_unit, len(units)), np.int64)
         swapped, places = np.empty_like(drawn), np.empty_like(drawn)
         for j in range(rows_per_unit):
-            drawn[:, j] = j + _below(np.maximum(sizes - j, 1), words[:, j])
-            places[:, j], swapped[:, j] = drawn[:, j], j
+            drawn[j] = j + below(np.maximum(sizes - j, 1), words[:, j])
+            places[j], swapped[j] = drawn[j], j
             for earlier in range(j):
-                hit = drawn[:, earlier]
-                places[:, j] = np.where(hit == drawn[:, j], swapped[:, earlier], places[:, j])
-                swapped[:, j] = np.where(hit == j, swapped[:, earlier], swapped[:, j])
-        return self.rows_at(units[:, None], np.where(present, places, 0)), present
+                np.copyto(places[j], swapped[earlier], where=drawn[earlier] == drawn[j])
+                np.copyto(swapped[j], swapped[earlier], where=drawn[earlier] == j)
+        return self.rows_at(units[:, None], np.where(present, places.T, 0)), present
 
     def shared_with(self, other: "Units") -> int | None:
         """Return how many units are also units of ``other``, by their names; None where these are not known."""
@@ -139,7 +141,7 @@ class UnitNumbers:
         return Units(np.argsort(of_rows, kind="stable"), ends, tags)
 
 
-def _below(bounds: NDArray[np.int64], words: NDArray[np.uint64]) -> NDArray[np.int64]:
+def below(bounds: NDArray[np.int64], words: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Return floor(bound * word / 2^64) for each, exactly: uniform below the bound, with a bias of bound * 2^-64."""
     half, wide = np.uint64(32), bounds.astype(np.uint64)
     low = (words & np.uint64(2**32 - 1)) * wide >> half

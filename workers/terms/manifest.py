@@ -215,6 +215,7 @@ class Computation(Message):
             path or name, for the reader.
         model_code: SHA-256 of the model's source, or of a Hugging Face model's settings and Python files.
         loss_code: SHA-256 of a custom loss's source, empty for a built-in one.
+        augment_code: SHA-256 of the source of the user's own versions of rows. Left out of the bytes where it is empty.
         tensors: trainable tensors in canonical order.
         parameter_dtype, accumulation_dtype: of parameters and of gradients, and of clipped sums before the ring.
         initial_parameters: model digest of the start.
@@ -246,6 +247,7 @@ class Computation(Message):
     tokenizer: bytes = b""
     metrics: tuple[UserCode, ...] = ()
     epoch_steps: int
+    augment_code: bytes = Field(default=b"", exclude_if=lambda code: not code)
 
     @model_validator(mode="after")
     def _mechanisms_are_of_one_run(self) -> Self:

@@ -36,7 +36,7 @@ AccountantName = Literal["rdp", "pld"]
 
 _SHARED = (
     "unit",
-    "rows_per_unit",
+    "rows_chosen",
     "num_examples",
     "virtual_workers",
     "honest_share",
@@ -58,6 +58,8 @@ class Mechanism(NoiseTerms, Message):
         unit: what is sampled, clipped and protected as a whole: an ``example``, or all rows of the data with one value
             in the column of this name. The fields below count units, and so do proofs; see docs/proofs/012-units.md.
         rows_per_unit: k, the most rows of a unit that a step computes. 1, and then left out of the bytes, by default.
+        copies: random versions of each row that are among them; see `raycloak.workers.inputs.augmentation`. 1, and
+            then left out of the bytes, by default.
         adjacency: neighbours differ by one unit contributing zero, ids and keys stay.
         num_examples: N, public: of the dataset, or of data that a client sends, the most examples of one step.
         virtual_workers: V; unit i belongs to virtual worker i mod V.
@@ -89,6 +91,7 @@ class Mechanism(NoiseTerms, Message):
     query: Query = "gradient"
     unit: str = Field(default="example", min_length=1)
     rows_per_unit: int = Field(default=1, exclude_if=lambda rows: rows == 1)
+    copies: int = Field(default=1, exclude_if=lambda copies: copies == 1)
     adjacency: Literal["zero_out"] = "zero_out"
     num_examples: int
     sample_rate: float
@@ -127,9 +130,11 @@ class Mechanism(NoiseTerms, Message):
 
     def _bounds(self) -> Iterator[tuple[str, str, bool]]:
         """Yield a field, what is asked of it, and whether it is so."""
-        counts = ("num_examples", "rows_per_unit", "virtual_workers", "steps", "micro_batch_size", "micro_batches")
+        of_units = ("num_examples", "rows_per_unit", "copies")
+        counts = (*of_units, "virtual_workers", "steps", "micro_batch_size", "micro_batches")
         for name in counts:
             yield name, "it must be in [1, 2^53]", 1 <= getattr(self, name) <= _MAX_COUNT
+        yield "copies", "it must divide the rows of a unit", self.rows_per_unit % self.copies == 0
         yield "sample_rate", "it must be in (0, 1]", 0 < self.sample_rate <= 1
         yield "max_grad_norm", "it must be in [2^-100, 2^100]", MIN_CLIP <= self.max_grad_norm <= MAX_CLIP
         yield "expected_batch_size", "it must be above 0", self.expected_batch_size > 0
@@ -172,6 +177,11 @@ class Mechanism(NoiseTerms, Message):
         (docs/proofs/009).
         """
         return releases if self.max_participations is None else min(releases, self.max_participations)
+
+    @property
+    def rows_chosen(self) -> int:
+        """The most rows of the data that a step takes of a unit: k without their versions."""
+        return self.rows_per_unit // self.copies
 
     @property
     def micro_batch_rows(self) -> int:

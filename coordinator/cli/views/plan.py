@@ -51,7 +51,7 @@ def plan_rows(plan: "Plan") -> Iterator[tuple[str, str]]:
     mechanism = plan.mechanism
     normalised = ", normalised" if mechanism.clipping == "normalised" else ""
     yield "noise multiplier", f"{mechanism.noise_multiplier:.4g}, clipping norm {mechanism.max_grad_norm:g}{normalised}"
-    if mechanism.unit != "example":
+    if (mechanism.unit, mechanism.copies) != ("example", 1):
         yield "unit", unit_text(mechanism)
     if mechanism.max_participations is not None:
         most = f"{mechanism.num_examples:,} at most in a step, {mechanism.expected_batch_size:g} expected"

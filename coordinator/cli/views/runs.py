@@ -207,6 +207,7 @@ _TERMS: Mapping[str, Sequence[str]] = {
         "sample_rate",
         "unit",
         "rows_per_unit",
+        "copies",
         "num_examples",
         "max_participations",
         "steps",
