@@ -309,8 +309,6 @@ class DatasetConfig(Section):
             raise ValueError("text has one column of features; join a pair of texts, since token types are not carried")
         if self.rows_per_unit is not None and self.unit is None:
             raise ValueError("rows_per_unit needs the unit whose rows they are")
-        if self.augment is not None and self.kind == "sent":
-            raise ValueError("augment does not belong to kind sent: a client sends the versions that it wants")
         if self.rows_each > MOST_CHOSEN:
             raise ValueError(f"a step computes at most {MOST_CHOSEN} rows of a unit, augment.copies included")
         if self.kind == "ray_data" and self.path is not None and "://" in self.path:

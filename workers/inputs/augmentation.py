@@ -1,7 +1,7 @@
 """Random versions of a row, such as an image moved by a pixel: how uniform words of a keyed stream become one.
 
 Hides the kinds of versions. Each version of a row is one more row of its unit: what epsilon protects is the same, and
-so is its price (docs/proofs/012-units.md, section 6). Data is committed to, marked, measured and evaluated as it is.
+so is its price (docs/proofs/012-units.md, section 5). Data is committed to, marked, measured and evaluated as it is.
 """
 
 from collections.abc import Callable

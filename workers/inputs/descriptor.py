@@ -531,7 +531,7 @@ _NO_SCALE: Final = {"scale": "text has no scale"}
 _TEXT: Final = {"vocabulary": "the vocabulary of text is the tokenizer's", **_NO_SCALE}
 _IMAGES: Final = "images have no features or vocabulary to name"
 _SEALED: Final = "a sealed dataset has no fingerprint_key or scale; apply them before sealing"
-_NOT_SENT: Final = ("split", "features", "labels", "scale", "channels", "allow_void", "fingerprint_key")
+_NOT_SENT: Final = ("split", "features", "labels", "scale", "channels", "allow_void", "fingerprint_key", "augment")
 
 KINDS: Final[Mapping[str, DatasetKind]] = {
     "digits": DatasetKind("scikit-learn's 1,797 images", _open_digits),

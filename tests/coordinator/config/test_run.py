@@ -11,6 +11,7 @@ from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.augmentation import Augmentation
 from raycloak.workers.inputs.descriptor import CONFIGURED, KINDS, OF_SOME_KINDS
 from raycloak.workers.models.losses import BUILT_IN_LOSSES
 from tests.layout import ROOT
@@ -104,6 +105,21 @@ def test_the_good_configuration_is_accepted():
         ("dataset.unit", "patient_id", "unit belongs to all kinds but digits, text_blocks and sent"),
         ("dataset", {"kind": "csv", "path": "x", "unit": "p"}, "dataset.rows_per_unit: say how many rows"),
         ("dataset", {"kind": "csv", "path": "x", "rows_per_unit": 2}, "rows_per_unit needs the unit"),
+        ("dataset", {"kind": "csv", "path": "x", "unit": "p", "rows_per_unit": 257}, "dataset.rows_per_unit: .* 256"),
+        ("dataset", {"kind": "npz", "path": "x", "augment": {"kind": "shift"}}, "shift needs pixels"),
+        ("dataset", {"kind": "npz", "path": "x", "augment": {"kind": "m:f", "flip": True}}, "belong to kind shift"),
+        ("dataset", {"kind": "npz", "path": "x", "augment": {"kind": "turn"}}, "no kind of versions 'turn'"),
+        (
+            "dataset",
+            {
+                "kind": "csv",
+                "path": "x",
+                "unit": "p",
+                "rows_per_unit": 8,
+                "augment": {"kind": "m:f", "copies": 64},
+            },
+            "at most 256 rows of a unit, augment.copies included",
+        ),
         ("dataset", {"kind": "csv", "path": "x", "unit": "p", "rows_per_unit": 0}, "dataset.rows_per_unit: .* than 0"),
         ("dataset", {"kind": "csv", "path": "x", "blocks_per_unit": 2}, "blocks_per_unit belongs to kind text_blocks"),
         (
@@ -297,3 +313,12 @@ def test_a_unit_is_named_by_its_column_and_that_of_blocks_is_their_document():
     for raw, unit, rows in ((table, "patient_id", 8), (blocks, "document", 3)):
         found = descriptor(DatasetConfig.model_validate(raw))
         assert (found.unit, found.rows_per_unit) == (unit, rows)
+
+
+def test_versions_of_rows_are_in_the_descriptor_and_change_what_is_computed():
+    table = {"kind": "npz", "path": "x", "augment": {"kind": "shift", "pixels": 1}}
+    section = DatasetConfig.model_validate(table)
+    found = descriptor(section)
+    assert found.augment == Augmentation(kind="shift", copies=2, pixels=1)
+    assert (section.rows_each, found.rows_per_unit) == (2, 1)
+    assert found.identity_digest() != found.model_copy(update={"augment": None}).identity_digest()

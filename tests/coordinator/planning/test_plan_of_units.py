@@ -43,6 +43,21 @@ def test_measurements_count_the_units_of_whole_slices() -> None:
         assert own.micro_batch_rows <= 64
 
 
+def test_versions_of_a_row_are_rows_of_its_unit_in_a_step_and_none_in_a_measurement() -> None:
+    measured = {"class_counts": {"classes": 3, "noise_multiplier": 3.0}}
+    versions = {"kind": "shift", "pixels": 1, "copies": 2}
+    for data, rows, said in (
+        (DATA | {"unit": "patient_id", "rows_per_unit": 4}, 4, "one patient_id (at most 4 rows a step, 2 versions of"),
+        (DATA, 1, "one example (2 versions of each row)"),
+    ):
+        given = config(dataset=data | {"augment": versions}, micro_batch_size=None, measurements=measured)
+        plan = make_plan(given, 400, 83, largest_rows=64)
+        assert (plan.mechanism.rows_per_unit, plan.mechanism.copies) == (2 * rows, 2)
+        (own,) = (each.mechanism for each in plan.measurements)
+        assert (own.rows_per_unit, own.copies) == (rows, 1)
+        assert dict(plan_rows(plan))["unit"].startswith(said)
+
+
 def test_a_unit_whose_rows_memory_does_not_hold_is_refused_with_the_number_that_it_does() -> None:
     for changes, held in (({}, 64), ({"micro_batch_size": 5}, 5)):
         with pytest.raises(ConfigError, match=f"unit_too_large: .*65 rows of a patient_id.*the {held} that"):

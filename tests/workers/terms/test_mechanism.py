@@ -53,7 +53,7 @@ def test_changing_any_field_changes_the_digest(name: str):
 
 def test_every_field_is_covered_by_this_test():
     fixed = {"unit", "rows_per_unit", "adjacency", "accountant", "max_participations", "mask_split_probability"}
-    fixed |= {"clipping"}
+    fixed |= {"clipping", "copies"}
     assert set(Mechanism.model_fields) == set(VALUES) | fixed
 
 
@@ -64,6 +64,9 @@ def test_units_of_several_rows_are_in_the_bytes_and_one_row_of_each_example_is_n
     digests = {each.digest() for each in (MECHANISM, persons, persons.model_copy(update={"rows_per_unit": 1}))}
     assert len(digests) == 3
     assert b"rows_per_unit" not in MECHANISM.encode()
+    assert b"copies" not in persons.encode()
+    seen_twice = Mechanism(**VALUES, unit="patient_id", rows_per_unit=8, copies=2)
+    assert (seen_twice.rows_chosen, seen_twice.digest() in digests) == (4, False)
 
 
 def test_what_a_client_sends_has_no_unit_of_several_rows():
@@ -110,6 +113,8 @@ def sent(bound: int) -> Mechanism:
 OUT_OF_BOUNDS: list[tuple[str, Any]] = [
     ("num_examples", 0),
     ("rows_per_unit", 0),
+    ("copies", 0),
+    ("copies", 2),
     ("num_examples", 10**4000),
     ("virtual_workers", 0),
     ("virtual_workers", 10**400),
