@@ -1,6 +1,7 @@
 """The known answer: equal on machines of one numerics class, different as soon as one encoded bit is."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,9 +206,9 @@ def test_several_losses_are_tried_on_labels_that_each_of_them_knows(tmp_path, mo
     """Drawn over many classes, most would be none for yes or no, and a row without a gradient tells of no machine."""
     drawn: list[int] = []
 
-    def noted(*arguments, classes: int, words: CpuWords) -> bytes:
+    def noted(*arguments, classes: int, **more: Any) -> bytes:
         drawn.append(classes)
-        return known_answer(*arguments, classes=classes, words=words)
+        return known_answer(*arguments, classes=classes, **more)
 
     monkeypatch.setattr("raycloak.workers.workload.known_answer", noted)
     loss = [{"name": "cross_entropy", "outputs": 2}, {"name": "binary_cross_entropy", "outputs": 1}]
@@ -232,9 +233,9 @@ def test_a_worker_and_a_plan_refuse_them(tmp_path):
 def test_classes_that_a_run_declares_come_before_those_that_are_found(tmp_path, monkeypatch):
     drawn: list[int] = []
 
-    def noted(*arguments, classes: int, words: CpuWords) -> bytes:
+    def noted(*arguments, classes: int, **more: Any) -> bytes:
         drawn.append(classes)
-        return known_answer(*arguments, classes=classes, words=words)
+        return known_answer(*arguments, classes=classes, **more)
 
     monkeypatch.setattr("raycloak.workers.workload.known_answer", noted)
     plan = mechanism(8, query="class_counts", sample_rate=1.0, max_grad_norm=1.0, steps=1)
