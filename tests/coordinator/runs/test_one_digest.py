@@ -35,6 +35,21 @@ def cnn(base: Path) -> dict[str, object]:
     }
 
 
+def patients(base: Path) -> dict[str, object]:
+    """Images of persons with one to nine of them, of whom a step sees three at most, each moved in two ways."""
+    draw = np.random.default_rng(4)
+    owners = draw.permutation(np.repeat(np.arange(12), [1, 2, 3, 4, 5, 6, 7, 8, 9, 5, 5, 5]))
+    images, labels = draw.integers(0, 256, (60, 28, 28)).astype(np.uint8), draw.integers(0, 10, 60)
+    np.savez(base / "images.npz", images=images, labels=labels, patient=owners)
+    data = {"kind": "npz", "path": str(base / "images.npz"), "scale": 255, "unit": "patient", "rows_per_unit": 3}
+    return {
+        "model": "recipes:cnn",
+        "dataset": {**data, "augment": {"kind": "shift", "pixels": 2, "flip": True, "copies": 2}},
+        "expected_batch_size": 6,
+        "micro_batch_size": 12,
+    }
+
+
 def transformer(base: Path) -> dict[str, object]:
     """A tied table that is too large for a gradient of each row, so rows are formed twice."""
     return {
@@ -66,6 +81,7 @@ def gpt2(base: Path, **model: object) -> dict[str, object]:
 
 TASKS: dict[str, Callable[[Path], dict[str, object]]] = {
     "cnn": cnn,
+    "patients": patients,
     "transformer": transformer,
     "bert lora": bert,
     "gpt2 lora": lambda base: gpt2(base, lora=LORA),
@@ -73,6 +89,7 @@ TASKS: dict[str, Callable[[Path], dict[str, object]]] = {
 }
 COUNTS = {
     "cnn": [1, 3, 8],
+    "patients": [2, 3, 5, 1],
     "transformer": [2, 5],
     "bert lora": [1, 3],
     "gpt2 lora": [5, 2],

@@ -1,0 +1,67 @@
+"""A run that protects persons: its record says so, is proved, and is believed with no other unit in it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from raycloak.coordinator.proof.verify import verify_parts
+from raycloak.coordinator.training.assignment import ReplayedRun
+from tests.coordinator.proof.proof_cases import Proved, packed, parts_of, proved, train, whole
+from tests.coordinator.runs.test_resumed_runs import manifest_of
+from tests.protocol import WholeRun, examples
+
+OWNERS = np.repeat(np.arange(16), [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4])
+FIELDS = {"expected_batch_size": 8, "micro_batch_size": 6}
+
+
+@pytest.fixture(scope="module")
+def persons(tmp_path_factory) -> WholeRun:
+    """A run over the visits of sixteen patients, of whom a step sees two at most."""
+    home = tmp_path_factory.mktemp("persons")
+    features, labels = examples()
+    columns = [*(f"f{i}" for i in range(6)), "label", "patient_id"]
+    lines = [",".join(columns), *(",".join(map(str, each)) for each in zip(*features.T, labels, OWNERS, strict=True))]
+    (home / "visits.csv").write_text("\n".join(lines) + "\n")
+    return train(home, dataset=dataset_of(home), **FIELDS)
+
+
+def dataset_of(home) -> dict[str, object]:
+    path = str(home / "visits.csv")
+    return {"kind": "csv", "path": path, "labels": "label", "unit": "patient_id", "rows_per_unit": 2}
+
+
+@pytest.fixture(scope="module")
+def record(persons) -> Proved:
+    return proved(persons.home, persons)
+
+
+def test_every_mechanism_of_the_run_counts_patients(persons):
+    computation = manifest_of(persons).computation
+    for mechanism in computation.mechanisms:
+        assert (mechanism.unit, mechanism.rows_per_unit, mechanism.num_examples) == ("patient_id", 2, 16)
+
+
+def test_the_record_of_a_run_of_persons_is_proved_and_says_whom_it_protects(record):
+    report = verify_parts(record.parts, record.trust)
+    assert not report.failed, [(claim.name, claim.says) for claim in report.failed]
+    verdict = json.loads(record.contents["verdict.json"])
+    assert (verdict["unit"], verdict["rows_per_unit"], verdict["copies"]) == ("patient_id", 2, 1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("unit", "hospital"), ("rows_per_unit", 1), ("copies", 2)])
+def test_a_verdict_with_another_unit_than_the_manifest_s_is_refuted(record, name, value):
+    verdict = json.loads(record.contents["verdict.json"]) | {name: value}
+    altered = record.contents | {"verdict.json": json.dumps(verdict, indent=2).encode() + b"\n"}
+    assert [claim.name for claim in verify_parts(parts_of(altered), record.trust).failed] == ["verdict.json"]
+
+
+def test_a_replay_draws_the_same_rows_of_the_same_persons(persons):
+    again = whole(
+        persons.home,
+        dataset=dataset_of(persons.home),
+        assignment=ReplayedRun(manifest_of(persons), packed(persons.home), 1, 3),
+        **FIELDS,
+    )
+    assert again.train().steps == 3
+    assert again.digests == persons.digests[1:3]
