@@ -20,7 +20,7 @@ from raycloak.coordinator.audit.audit import AuditResult, audit
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.planning import dry_run, plan
 from raycloak.workers import virtual_worker, workload
-from raycloak.workers.gradients import clipping
+from raycloak.workers.gradients import clipping, taps
 from raycloak.workers.gradients.clipping import ClippedSum
 from raycloak.workers.gradients.row_places import SilentRows
 from raycloak.workers.run_member import RunMember
@@ -29,6 +29,19 @@ from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.protocol import examples, secret_file
 
 EXAMPLES = 200
+PATIENTS = np.repeat(np.arange(40), [2, 3, 5, 10] * 10)
+"""Of each example, the patient that it is of."""
+OF_PATIENTS = {
+    "dataset": {
+        "kind": "npz",
+        "path": "examples.npz",
+        "features": "features",
+        "unit": "patient",
+        "rows_per_unit": 8,
+    },
+    "expected_batch_size": 20,
+}
+"""Fields of an audit that protects patients, at the sampling rate of one that protects examples."""
 DELTA = 1e-12
 SOLVED = {(0.5, 1.0, 4): 7.59826}
 """Noise that keeps so many steps at this sampling rate within epsilon; at such a rate solving takes seconds."""
@@ -70,7 +83,7 @@ def audited(
     """
     home.mkdir(exist_ok=True)
     features, labels = examples(EXAMPLES)
-    np.savez(home / "examples.npz", features=features, labels=labels)
+    np.savez(home / "examples.npz", features=features, labels=labels, patient=PATIENTS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KeyContract, "key_context", digest(b"audit"))
         return audit(
@@ -143,6 +156,17 @@ def one_worker_that_does_not_clip(monkeypatch):
     monkeypatch.setattr(RunMember, "_compute", compute)
 
 
+def clipping_rows_in_the_place_of_their_unit(monkeypatch):
+    genuine = ClippedSum.add
+
+    def add(self, parts, valid):
+        genuine(self, parts, valid.repeat_interleave(len(parts[0].squares()) // len(valid)))
+
+    monkeypatch.setattr(taps, "grouped", lambda use, rows_per_unit: use)
+    monkeypatch.setattr(taps.Recording, "_units", property(lambda self: self._count))
+    monkeypatch.setattr(ClippedSum, "add", add)
+
+
 def noise_key_reused_across_steps(monkeypatch):
     def forgetful(secret, purpose, *context):
         """Key noise by the digest of the slice alone, which comes last."""
@@ -180,7 +204,7 @@ def every_example_in_every_batch(monkeypatch):
     def whole(config, terms):
         """Hold a whole slice, so that nothing is cut."""
         batch = choose(config, terms)
-        return replace(batch, rows=-(-terms.num_examples // batch.virtual_workers), batches=1)
+        return replace(batch, units=-(-terms.num_examples // batch.virtual_workers), batches=1)
 
     monkeypatch.setattr(virtual_worker, "draw_ids", lambda key, ids, rate, capacity: draw(key, ids, 1.0, capacity))
     monkeypatch.setattr(plan, "choose_batch", whole)

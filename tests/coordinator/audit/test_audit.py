@@ -82,6 +82,13 @@ def test_a_correct_build_stays_below_it_in_the_other_settings_too(tmp_path, sett
     assert not audited(tmp_path, 0, **settings).contradicted
 
 
+def test_a_correct_build_stays_below_the_epsilon_of_a_patient(tmp_path):
+    result = audited(tmp_path, 0, **cases.OF_PATIENTS)
+    assert result.epsilon_lower < result.epsilon <= 1
+    assert 0.99 < result.sensitivity < 1
+    assert not result.contradicted
+
+
 # --- seeded defects
 
 
@@ -110,6 +117,12 @@ def test_sigma_divided_by_virtual_workers_once_too_often_is_flagged(tmp_path, mo
 def test_clipping_after_averaging_is_flagged(tmp_path, monkeypatch):
     cases.clipping_after_averaging(monkeypatch)
     flagged(tmp_path, **LARGE_BATCHES)
+
+
+def test_clipping_a_patient_s_rows_one_by_one_is_flagged(tmp_path, monkeypatch):
+    """A canary's eight rows, each clipped to C, move the sum by 8 C together."""
+    cases.clipping_rows_in_the_place_of_their_unit(monkeypatch)
+    assert flagged(tmp_path, canaries=4000, **cases.OF_PATIENTS).sensitivity > 7.9
 
 
 def test_one_worker_that_does_not_clip_is_flagged(tmp_path, monkeypatch):

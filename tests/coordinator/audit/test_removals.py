@@ -6,12 +6,11 @@ import torch
 from torch import nn
 
 from raycloak.coordinator.audit.removals import largest_move
-from raycloak.workers.gradients import taps
-from raycloak.workers.gradients.clipping import ClippedSum
 from raycloak.workers.gradients.row_memory import mechanism_of_rows
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.models.models import read_flat
+from tests.coordinator.audit.audit_cases import clipping_rows_in_the_place_of_their_unit
 
 FORM = DatasetForm(num_examples=90, feature_shape=(6,), feature_dtype="float32", label_shape=(), label_dtype="int64")
 
@@ -31,8 +30,5 @@ def test_taking_a_unit_away_moves_the_sum_by_c(rows_per_unit: int) -> None:
 
 
 def test_rows_that_are_clipped_in_the_place_of_their_unit_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = ClippedSum.add
-    monkeypatch.setattr(taps, "grouped", lambda use, rows_per_unit: use)
-    monkeypatch.setattr(taps.Recording, "_units", property(lambda self: self._count))
-    monkeypatch.setattr(ClippedSum, "add", lambda self, parts, valid: add(self, parts, valid.repeat_interleave(3)))
+    clipping_rows_in_the_place_of_their_unit(monkeypatch)
     assert moved(3) > 2.9
