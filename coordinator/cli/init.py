@@ -13,14 +13,14 @@ from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
 
-Template = Literal["tabular", "image", "text", "lora"]
+Template = Literal["tabular", "patients", "image", "text", "lora"]
 FILES = ("config.yaml", "project.py", "README.md")
 
 
 def init_command(
     output: Output,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New or empty folder.")],
-    template: Annotated[Template, typer.Option(help="tabular, image, text or lora.")],
+    template: Annotated[Template, typer.Option(help="tabular, patients, image, text or lora.")],
 ) -> None:
     """Write a project of three files that trains on tiny public data at once, to be changed into your own."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -54,7 +54,7 @@ def test_a_project_says_how_to_go_on_and_nothing_is_overwritten(raycloak, tmp_pa
     assert (code, "error: folder_not_empty" in err) == (2, True)
     assert {path: path.read_bytes() for path in (tmp_path / "own").iterdir()} == before
     code, _, err = raycloak("init", tmp_path / "other", "--template", "video")
-    assert (code, "not one of 'tabular', 'image', 'text', 'lora'." in err) == (2, True)
+    assert (code, "not one of 'tabular', 'patients', 'image', 'text', 'lora'." in err) == (2, True)
     assert not (tmp_path / "other").exists()
 
 
