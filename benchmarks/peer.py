@@ -12,7 +12,9 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from raycloak.coordinator.config.run import RunConfig, load_config
 from raycloak.coordinator.planning.dry_run import plan_of
@@ -27,16 +29,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of raycloak run")
     chosen = parser.parse_args()
-    config, base = load_config(chosen.config, None), chosen.config.parent
+    config, base = load_config(chosen.config, None, chosen.set), chosen.config.parent
     plan = plan_of(config, base)
     threads = config.num_workers * config.threads_per_worker
     torch.set_num_threads(threads)
     torch.manual_seed(chosen.seed)
     started = time.perf_counter()
-    module, step_seconds = train(config, base, plan)
+    parameters, step_seconds = train(config, base, plan)
     evaluation = public_evaluation(config, model_source(config.model), base)
-    found = evaluation.evaluator().measure(read_flat(module))
+    found = evaluation.evaluator().measure(parameters)
     private = plan.mechanism.private
     result = {
         "private": private,
@@ -52,13 +55,18 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def train(config: RunConfig, base: Path, plan: Plan) -> tuple[torch.nn.Module, float]:
-    """The trained model, and the seconds that its steps took."""
+def train(config: RunConfig, base: Path, plan: Plan) -> tuple[NDArray[np.float32], float]:
+    """The last weights, or their average where the run keeps one, and the seconds that the steps took."""
     training = OpacusTraining(config, base, plan.mechanism)
     started = time.perf_counter()
-    for _ in range(plan.mechanism.steps):
+    average = read_flat(training.module).astype(np.float64)
+    for step in range(plan.mechanism.steps):
         training.step()
-    return training.module, time.perf_counter() - started
+        # As the run's: a decay of (1 + t) / (10 + t).
+        average += (read_flat(training.module) - average) * (9 / (10 + step))
+    last = read_flat(training.module)
+    kept = average.astype(np.float32) if config.optimizer.averaged_weights else last
+    return kept, time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -83,13 +83,14 @@ def sampling_rows(run: RunData) -> Rows:
         return []
     mechanism = run.manifest.computation.mechanism
     sent, passes = mechanism.max_participations is not None, mechanism.steps * mechanism.sample_rate
-    drawn = f"each example by itself with probability {mechanism.sample_rate:.6g} in each step (Poisson)"
+    units = "examples" if mechanism.unit == "example" else "units"
+    drawn = f"each {mechanism.unit} by itself with probability {mechanism.sample_rate:.6g} in each step (Poisson)"
     all_steps = "" if sent else f"; {passes:.3g} passes in {mechanism.steps} steps"
     rows = [
         ("unit of privacy", f"{unit_text(mechanism)}, replaced by a contribution of zero"),
         *([] if sent else [("sampling", drawn)]),
         *participation_rows(mechanism.max_participations, mechanism.steps),
-        ("batch", f"{mechanism.expected_batch_size:g} examples expected{all_steps}"),
+        ("batch", f"{mechanism.expected_batch_size:g} {units} expected{all_steps}"),
         (
             "computed rows",
             f"{mechanism.virtual_workers} virtual workers x {mechanism.micro_batches} x {mechanism.micro_batch_rows}",
@@ -98,7 +99,7 @@ def sampling_rows(run: RunData) -> Rows:
     if not mechanism.private:
         return [*rows, ("privacy", "NOT PRIVATE: nothing was clipped or noised")]
     cap, delta = budget_of(run)
-    others = "the most examples that all steps could have" if sent else "the number of examples"
+    others = "the most examples that all steps could have" if sent else f"the number of {units}"
     most = mechanism.num_examples * (mechanism.steps if sent else 1)
     normalised = ", normalised" if mechanism.clipping == "normalised" else ""
     return [

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from raycloak.coordinator.proof.verify import verify_parts
+from raycloak.coordinator.record.run_reader import read_run
+from raycloak.coordinator.report.facts import limits_of
+from raycloak.coordinator.report.model_card import model_card
 from raycloak.coordinator.training.assignment import ReplayedRun
 from tests.coordinator.proof.proof_cases import Proved, packed, parts_of, proved, train, whole
 from tests.coordinator.runs.test_resumed_runs import manifest_of
@@ -64,3 +67,13 @@ def test_a_replay_draws_the_same_rows_of_the_same_persons(persons):
         **FIELDS,
     )
     assert again.train().model_digest == persons.finished.model_digest
+
+
+def test_model_card_and_report_say_what_epsilon_protects(record):
+    run = read_run(record.folder)
+    card, limits = model_card(run), limits_of(run, run.opened_verdict())
+    assert r"for one patient\_id." in card
+    assert r"each patient\_id by itself" in card
+    assert "16 units" in card
+    assert any("one patient_id, from all its rows together" in each for each in limits)
+    assert not any("about one example" in each for each in limits)
