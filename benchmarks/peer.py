@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of raycloak run")
     chosen = parser.parse_args()
-    config, base = load_config(chosen.config, None, chosen.set), chosen.config.parent
+    config, base = load_config(chosen.config, chosen.set), chosen.config.parent
     plan = plan_of(config, base)
     threads = config.num_workers * config.threads_per_worker
     torch.set_num_threads(threads)

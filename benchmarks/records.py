@@ -123,8 +123,8 @@ def _raycloak(config: list[str], recipe: str, seed: int) -> dict[str, object]:
         secret = Path(folder) / "secret"
         secret.touch(mode=0o600)
         secret.write_text(hashlib.sha256(phrase.encode()).hexdigest(), encoding="utf-8")
-        command = ["-m", "raycloak", "run", *config, "--run-secret", str(secret), "--json", *PATIENCE]
-        result = _json_of(command, home=folder)
+        arguments = ["-m", "raycloak", "run", *config, "--run-secret", str(secret), "--json", *PATIENCE]
+        result = _json_of(arguments, home=folder)
         lines = (Path(result["run_dir"]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [event["seconds"] for event in map(json.loads, lines) if event["event"] == "step"]
     evidence = "SIMULATED" if result["evidence_class"] == "simulated" else result["evidence_class"]
