@@ -24,7 +24,7 @@ CLASSES = 2  # YOURS
 MOST_VISITS = 6
 
 
-class ToUnit(nn.Module):
+class ByBounds(nn.Module):
     """Brings each column to [-1, 1] by its public bounds."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class ToUnit(nn.Module):
 
 def model() -> nn.Module:
     """Return the network. Any torch module will do, but BatchNorm: it mixes the rows of a batch."""
-    return nn.Sequential(ToUnit(), nn.Linear(len(COLUMNS), 32), nn.Tanh(), nn.Linear(32, CLASSES))
+    return nn.Sequential(ByBounds(), nn.Linear(len(COLUMNS), 32), nn.Tanh(), nn.Linear(32, CLASSES))
 
 
 def prepare() -> None:
