@@ -15,6 +15,7 @@ from raycloak.workers.inputs.augmentation import SHIFT
 from raycloak.workers.inputs.descriptor import CLASSES, CONFIGURED, KINDS, LABELS, OF_SOME_KINDS, kinds_with
 from raycloak.workers.inputs.units import MOST_CHOSEN
 from raycloak.workers.terms.built_in_rules import RULE_SETTINGS, RULES, rules_with
+from raycloak.workers.terms.mechanism import EXAMPLE, UnitName
 
 Kept = Literal["sealed", "clear"]
 
@@ -251,7 +252,7 @@ class DatasetConfig(Section):
     tokenizer: str | None = Field(default=None, min_length=1)
     max_length: int | None = Field(default=None, gt=0, le=2**20)
     allow_void: bool = False
-    unit: str | None = Field(default=None, min_length=1)
+    unit: UnitName | None = None
     rows_per_unit: int | None = Field(default=None, gt=0, le=MOST_CHOSEN)
     blocks_per_unit: int | None = Field(default=None, gt=0, le=MOST_CHOSEN)
     augment: AugmentConfig | None = None
@@ -307,6 +308,8 @@ class DatasetConfig(Section):
             raise ValueError("kind hf needs the tokenizer that made its ids, or their number: vocabulary")
         if self.kind == "text" and isinstance(self.features, list) and len(self.features) != 1:
             raise ValueError("text has one column of features; join a pair of texts, since token types are not carried")
+        if self.unit == EXAMPLE:
+            raise ValueError("unit: example is what each row is without one; give the column another name")
         if self.rows_per_unit is not None and self.unit is None:
             raise ValueError("rows_per_unit needs the unit whose rows they are")
         if self.rows_each > MOST_CHOSEN:

@@ -26,7 +26,7 @@ from raycloak.coordinator.accounting.renyi import (
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.entries import AccountOpened, RunPrepaid, RunRegistered
 from raycloak.metrics.errors import BudgetError
-from raycloak.workers.terms.mechanism import AccountantName, Mechanism, check_together
+from raycloak.workers.terms.mechanism import EXAMPLE, ROW, AccountantName, Mechanism, check_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class RegistrationTerms:
 def _unit_of(mechanisms: Sequence[Mechanism]) -> str:
     """Return what epsilon is for the presence of; the mechanisms of a run share it."""
     unit = mechanisms[0].unit
-    return "row" if unit == "example" else unit
+    return ROW if unit == EXAMPLE else unit
 
 
 def registration(run: RegistrationTerms, terms: AccountOpened, fixed: bool) -> RunRegistered:

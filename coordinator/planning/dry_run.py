@@ -246,7 +246,10 @@ def _paid(config: RunConfig, config_dir: Path, facts: _Facts) -> Plan:
         warning = small_cap(config, paying)
         asks = (f"{warning} raycloak run asks for --yes.",) if warning else ()
         with_payer = with_account(plan, name, view, outlook if paying else None)
-        return replace(with_payer, warnings=(*with_payer.warnings, *asks))
+        form = facts.form
+        alone = form.units is not None and form.units == form.num_examples
+        only = (f"every {config.unit} has one row, so it protects what an example does.",) if alone else ()
+        return replace(with_payer, warnings=(*with_payer.warnings, *only, *asks))
 
 
 def _payer(

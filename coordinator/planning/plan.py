@@ -63,7 +63,7 @@ from raycloak.metrics.errors import ConfigError, DatasetError, ModelError, Refus
 from raycloak.metrics.proof_bounds import require_assertions
 from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.measurement import Measurement
-from raycloak.workers.terms.mechanism import MAX_DIMENSION, AccountantName, Mechanism, honest_share_of
+from raycloak.workers.terms.mechanism import EXAMPLE, MAX_DIMENSION, AccountantName, Mechanism, honest_share_of
 from raycloak.workers.vectors.noise import decompose
 from raycloak.workers.vectors.ring import RingDemand, RingFit, fit_ring
 
@@ -572,6 +572,17 @@ def _warnings(config: RunConfig, mechanism: Mechanism, steps: int) -> tuple[str,
             f"a step computes {computed:.3g} rows for each that it expects{'' if sent else ' to draw'}. Raise "
             f"expected_batch_size{lower}."
         )
+    split = None if config.evaluation is None else config.evaluation.dataset
+    if mechanism.unit != EXAMPLE and split is not None and config.dataset is not None:
+        if split.unit is None:
+            warnings.append(
+                f"nobody tells whether a {mechanism.unit} is in both splits: set evaluation.dataset.unit to the column."
+            )
+        elif "sealed" in (split.kind, config.dataset.kind):
+            warnings.append(
+                f"sealed data names no {mechanism.unit}, so no run tells whether one is in both splits. 'raycloak data "
+                "seal' refuses it where both are in the clear."
+            )
     if config.allow_nondeterministic:
         warnings.append("NOT EXACT: operations without a deterministic kernel are allowed; a repeat may differ.")
     if steps < mechanism.steps:

@@ -20,6 +20,7 @@ from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.planning.references import descriptor, part_of, require_at_hand
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.metrics.file_errors import file_error
+from raycloak.workers.inputs.descriptor import require_nobody_in_both
 from raycloak.workers.inputs.sealed import seal_dataset
 
 
@@ -81,6 +82,10 @@ def seal_for(config: RunConfig, base: Path, key_file: Path, out: Path, terms: Se
         policy = load_policy(base / config.policy)
     described = descriptor(part)
     opened = described.open_slices(base)
+    other = part_of(config, "evaluation" if use == "training" else "training")
+    if described.unit is not None and other is not None and other.unit is not None and other.kind != "sealed":
+        # Here, where both are in the clear: sealed data has no names of its units.
+        require_nobody_in_both(opened.units, descriptor(other).open_slices(base).units, described.unit)
     if out.exists():  # Checked before a key is made that would open nothing.
         raise DatasetError("dataset_unreadable", f"cannot write {out}: it already exists.", "Name a new folder.")
     require_name(key_file, "dataset_key")
@@ -91,7 +96,7 @@ def seal_for(config: RunConfig, base: Path, key_file: Path, out: Path, terms: Se
     try:
         owner = load_dataset_key(key_file)
         units = None
-        # An evaluation split names its units for the check alone: its results are exact, and protect none.
+        # Those of an evaluation split are named for the check alone: its results are exact, and protect none.
         if use == "training" and described.unit is not None and opened.units is not None:
             units = described.unit, opened.units
         to_seal = opened.examples, config.slices, policy.digest(), owner, out, use, terms.demand

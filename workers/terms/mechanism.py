@@ -10,9 +10,9 @@ that the shares do not add up to, is no mechanism.
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from raycloak.attestation.core.counted_noise import NoiseTerms
 from raycloak.attestation.core.messages import Message
@@ -29,6 +29,19 @@ MIN_CLIP, MAX_CLIP = 2.0**-100, 2.0**100
 _MAX_COUNT = 2**53
 
 Clipping = Literal["norm", "normalised"]
+
+EXAMPLE, ROW = "example", "row"
+"""The unit of data without another, and what an account calls it. No column has these names."""
+
+
+def _public_name(unit: str) -> str:
+    if unit == ROW or not unit.isprintable() or unit != unit.strip():
+        raise ValueError("a unit has a printable name, without space around it, that is neither example nor row")
+    return unit
+
+
+UnitName = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_public_name)]
+"""The public name of what epsilon protects: it is in verdicts, in reports and in the ledger."""
 
 AccountantName = Literal["rdp", "pld"]
 """Accountants that can hold a cap: Renyi differential privacy, or privacy loss distributions."""
@@ -89,7 +102,7 @@ class Mechanism(NoiseTerms, Message):
     DOMAIN: ClassVar[str] = "raycloak/mechanism/v1"
 
     query: Query = "gradient"
-    unit: str = Field(default="example", min_length=1)
+    unit: UnitName = EXAMPLE
     rows_per_unit: int = Field(default=1, exclude_if=lambda rows: rows == 1)
     copies: int = Field(default=1, exclude_if=lambda copies: copies == 1)
     adjacency: Literal["zero_out"] = "zero_out"

@@ -1,5 +1,6 @@
 """The owner's check counts what would spoil a run, and a run knows that this very data passed it."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raycloak.attestation.sealed.demand import SealedDemand
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.planning.data_check import DataReport, UnitReport, check_data, recorded_check
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.references import descriptor
+from raycloak.coordinator.planning.sealing import SealTerms, seal_for
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError
 from raycloak.workers.inputs import text_data
 from raycloak.workers.messages import WorkerSetup
@@ -325,6 +328,44 @@ def test_a_unit_in_both_splits_is_a_problem(base: Path):
     np.savez(base / "test.npz", images=features[:3] + 1, labels=labels[:3], patient=np.array([6, 101, 7]))
     found = of_patients(base, WHOSE)
     assert found.problems == ("Of patient with rows in both splits: 2. Split the data by it.",)
+
+
+def test_a_unit_in_both_splits_is_refused_where_either_is_sealed(base: Path):
+    features, labels = examples()
+    config = configured(
+        base,
+        features,
+        labels,
+        dataset={"kind": "npz", "path": "data.npz", "unit": "patient", "rows_per_unit": 2},
+        evaluation={"dataset": {"kind": "npz", "path": "test.npz", "public": True, "unit": "patient"}},
+        virtual_workers=4,
+    )
+    np.savez(base / "data.npz", images=features, labels=labels, patient=WHOSE)
+    terms = SealTerms("training", SealedDemand(ledger_key=bytes(32), account="a", least_noise_multiplier=1.0))
+    for evaluated, refused in ((7, True), (8, False)):
+        whose = np.array([evaluated, 100, 101, 102])
+        np.savez(base / "test.npz", images=features[:4] + 1, labels=labels[:4], patient=whose)
+        for sealed_for in (terms, SealTerms("evaluation", None)):
+            out = base / f"{sealed_for.use}-{evaluated}"
+            with pytest.raises(DatasetError, match="unit_in_both") if refused else nullcontext():
+                seal_for(config, base, base / "key", out, sealed_for)
+            assert out.exists() is not refused
+
+
+def test_data_whose_persons_have_one_row_each_is_told_by_the_plan(base: Path):
+    features, labels = examples()
+    config = configured(
+        base,
+        features,
+        labels,
+        dataset={"kind": "npz", "path": "data.npz", "unit": "patient", "rows_per_unit": 2},
+        expected_batch_size=2,
+        virtual_workers=4,
+    )
+    for whose, said in ((np.arange(60), 1), (WHOSE, 0)):
+        np.savez(base / "data.npz", images=features, labels=labels, patient=whose)
+        warnings = plan_of(config, base).warnings
+        assert len([each for each in warnings if each.startswith("every patient has one row")]) == said
 
 
 def test_a_unit_in_both_splits_is_refused_by_the_plan_and_by_a_worker(base: Path):

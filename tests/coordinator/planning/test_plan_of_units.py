@@ -64,6 +64,26 @@ def test_a_unit_whose_rows_memory_does_not_hold_is_refused_with_the_number_that_
             plan_mechanism(of_patients(65, **changes), 400, 83, largest_rows=64)
 
 
+SPLIT = {"kind": "csv", "path": "others.csv", "labels": "well", "public": True}
+SEALED = {"kind": "sealed", "path": "sealed", "key_file": "key", "public": True, "unit": "patient_id"}
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        (SPLIT, "nobody tells whether a patient_id is in both splits"),
+        (SEALED, "sealed data names no patient_id"),
+        (SPLIT | {"unit": "patient_id"}, None),
+    ],
+)
+def test_a_plan_says_where_nobody_can_tell_whether_a_person_is_in_both_splits(
+    split: dict[str, Any], said: str | None
+) -> None:
+    warnings = make_plan(of_patients(evaluation={"every": 1, "dataset": split}), 400, 83).warnings
+    found = [each for each in warnings if "both splits" in each]
+    assert [each.startswith(said or "") for each in found] == [True] * (said is not None)
+
+
 def test_a_plan_says_what_the_unit_is_and_one_of_examples_says_nothing() -> None:
     said = dict(plan_rows(make_plan(of_patients(), 400, 83)))
     assert said["unit"] == "one patient_id (at most 8 rows a step)"
