@@ -47,6 +47,8 @@ from tests.protocol import VIRTUAL_WORKERS, HandRun, computer, config, correlati
 COMPUTATION_CHANGES = {
     "numerics": lambda c: {"numerics": c.numerics.model_copy(update={"cpu_capability": "ANOTHER"})},
     "num_examples": lambda c: {"mechanism": c.mechanism.model_copy(update={"num_examples": 41})},
+    "unit": lambda c: {"mechanism": c.mechanism.model_copy(update={"unit": "patient_id"})},
+    "rows_per_unit": lambda c: {"mechanism": c.mechanism.model_copy(update={"rows_per_unit": 2})},
     "max_participations": lambda c: {
         "mechanism": c.mechanism.model_copy(update={"max_participations": 3, "sample_rate": 1.0})
     },
@@ -56,6 +58,7 @@ COMPUTATION_CHANGES = {
     "model_code": lambda c: {"model_code": bytes(32)},
     "loss_code": lambda c: {"loss_code": bytes(32)},
     "initial_parameters": lambda c: {"initial_parameters": bytes(32)},
+    "augment_code": lambda c: {"augment_code": bytes(32)},
     "frozen": lambda c: {"frozen": bytes(32)},
     "dataset": lambda c: {"dataset": bytes(32)},
 }

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from raycloak.attestation.core.keys import Purpose, derive
 from raycloak.metrics.errors import ConfigError, ModelError, RefusedError
+from raycloak.workers import virtual_worker
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.inputs.augmentation import WORDS, Augmentation, Versions
 from raycloak.workers.inputs.datasets import ArrayDataset, DatasetForm, slice_ids
@@ -157,6 +159,17 @@ def test_a_step_has_the_same_bytes_again_and_other_versions_under_another_key():
     chosen, rows = terms(), rows_of(8)
     assert np.array_equal(vector(chosen, rows), vector(chosen, rows))
     assert not np.array_equal(vector(chosen, rows), vector(chosen, rows, b"q" * 32))
+
+
+def test_versions_have_a_key_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    derived: list[Purpose] = []
+    monkeypatch.setattr(
+        virtual_worker,
+        "derive",
+        lambda secret, purpose, *rest: derived.append(purpose) or derive(secret, purpose, *rest),
+    )
+    vector(terms(), rows_of(8))
+    assert derived == [Purpose.PLACES, Purpose.SAMPLING, Purpose.VERSIONS, Purpose.NOISE, Purpose.VECTOR_TAG]
 
 
 def test_guarantee_no_example_moves_the_sum_by_more_than_the_sensitivity_whatever_its_versions():

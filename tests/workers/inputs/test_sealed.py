@@ -514,6 +514,12 @@ def test_sealed_units_have_the_digest_of_those_in_the_clear(
         assert slice_digest(data.examples, own, data.units) == slice_digest(plain, own, people)
 
 
+def test_keys_of_sealed_units_open_nothing_under_another_name_of_theirs(of_people: Path) -> None:
+    header = SealedHeader.load(of_people)
+    keys = {slice_key(KEY, header.model_copy(update={"unit": unit}), 0).reveal() for unit in ("patient_id", "x", None)}
+    assert len(keys) == 3
+
+
 def test_another_unit_than_the_one_that_was_sealed_is_refused(of_people: Path, folder: Path) -> None:
     for path, unit in ((of_people, None), (of_people, "clinic"), (folder, "patient_id")):
         with pytest.raises(ConfigError, match="sealed_data"):
