@@ -85,6 +85,7 @@ class GradientBench:
         clock: ``processor`` time, on a CPU with one thread; otherwise ``wall``.
         vs_nonprivate, vs_opacus_hooks, vs_opacus_ghost: seconds of the peer over our seconds in each round, so 1 is as
             fast and 2 twice as fast; None where either was refused or not asked for.
+        units_vs_rows: our seconds for the same rows as units over those for single rows, in each round.
         memory_vs_nonprivate: our peak extra memory over that of plain.
         methods: by name.
         packages: versions of installed packages.
@@ -102,6 +103,7 @@ class GradientBench:
     vs_nonprivate: RoundSpread | None
     vs_opacus_hooks: RoundSpread | None
     vs_opacus_ghost: RoundSpread | None
+    units_vs_rows: RoundSpread | None
     memory_vs_nonprivate: float | None
     methods: dict[str, MethodFigures]
     packages: dict[str, str]
@@ -161,7 +163,7 @@ def _check_sums(measured: dict[str, _Measured], exact: ExactSums) -> None:
     for name, each in measured.items():
         if each.method is None:
             continue
-        right = exact.plain if name == "plain" else exact.clipped
+        right = {"plain": exact.plain, "units": exact.units}.get(name, exact.clipped)
         each.sum_error = float(np.linalg.norm(each.method.total() - right) / np.linalg.norm(right))
         if not each.sum_error <= TOLERANCE:
             message = f"the sum of '{name}' is off by {each.sum_error:.2g} of its norm."
@@ -260,6 +262,7 @@ def _figures(
         vs_nonprivate=ratio("plain", "ours"),
         vs_opacus_hooks=ratio("opacus", "ours"),
         vs_opacus_ghost=ratio("ghost", "ours"),
+        units_vs_rows=ratio("units", "ours"),
         memory_vs_nonprivate=memory("ours"),
         methods=methods,
         packages={name: found for name in _PACKAGES if (found := _version(name))},

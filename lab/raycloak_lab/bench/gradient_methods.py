@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raycloak.coordinator.accounting.opacus_modules import opacus_module
+from raycloak.metrics.errors import ConfigError
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.numerics import choose_kernels
 from raycloak.workers.models.models import LossFn, read_flat
@@ -23,6 +24,8 @@ from raycloak.workers.terms.mechanism import Mechanism
 from raycloak_lab.bench.gradient_cases import BenchCase, Features
 
 CLIP: Final = 1.0
+UNIT_ROWS: Final = 8
+"""The rows of a unit, where rows are taken as units: they are side by side in a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +80,14 @@ class Method(Protocol):
 class Ours:
     """The product's engine, from NumPy arrays and a parameter vector to a float64 sum, with deterministic kernels."""
 
+    rows_per_unit = 1
+
     def __init__(self, work: BenchWorkload) -> None:
         rows = np.ones(work.case.rows, np.bool_)
         self._batches = [(features, labels, rows) for features, labels in work.batches]
         self._parameters = work.parameters
-        self._engine = GradientEngine(
-            work.module, work.case.loss_fn, bench_mechanism(work.case, len(work.parameters)), work.device
-        )
+        mechanism = bench_mechanism(work.case, len(work.parameters), self.rows_per_unit)
+        self._engine = GradientEngine(work.module, work.case.loss_fn, mechanism, work.device)
 
     def run(self) -> None:
         """Compute the clipped sum."""
@@ -97,6 +101,12 @@ class Ours:
     def total(self) -> NDArray[np.float64]:
         """Return the clipped sum."""
         return torch.cat(self._total).cpu().numpy()
+
+
+class OursOfUnits(Ours):
+    """The same rows as units of `UNIT_ROWS`, whose mean gradient is clipped."""
+
+    rows_per_unit = UNIT_ROWS
 
 
 class Plain:
@@ -172,15 +182,16 @@ class OpacusGhost:
 
 
 METHODS: Final[Mapping[str, Callable[[BenchWorkload], Method]]] = MappingProxyType(
-    {"ours": Ours, "opacus": OpacusHooks, "ghost": OpacusGhost, "plain": Plain}
+    {"ours": Ours, "units": OursOfUnits, "opacus": OpacusHooks, "ghost": OpacusGhost, "plain": Plain}
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ExactSums:
-    """The sum of the clipped gradients, and of the gradients as they are: float64 [d]."""
+    """The sums of the clipped gradients of rows and of units, and of the gradients as they are: float64 [d]."""
 
     clipped: NDArray[np.float64]
+    units: NDArray[np.float64]
     plain: NDArray[np.float64]
 
 
@@ -188,16 +199,25 @@ def exact_sums(work: BenchWorkload) -> ExactSums:
     """Compute the sums in float64 on the CPU: autograd on one example at a time, and nothing else."""
     module = copy.deepcopy(work.module).cpu().double()
     trained = [tensor for tensor in module.parameters() if tensor.requires_grad]
-    clipped, plain = np.zeros(len(work.parameters)), np.zeros(len(work.parameters))
+    clipped, units, plain = (np.zeros(len(work.parameters)) for _ in range(3))
+
+    def clip(gradient: NDArray[np.float64]) -> NDArray[np.float64]:
+        return gradient * min(1.0, CLIP / float(np.linalg.norm(gradient)))
+
     for features, labels in work.batches:
         inputs, targets = torch.tensor(features), torch.tensor(labels)
         inputs = inputs.double() if inputs.is_floating_point() else inputs
+        of_unit = np.zeros_like(plain)
         for row in range(len(inputs)):
             loss = work.case.loss_fn(module(inputs[row : row + 1]), targets[row : row + 1]).sum()
             gradient = _flat(torch.autograd.grad(loss, trained))
-            clipped += gradient * min(1.0, CLIP / float(np.linalg.norm(gradient)))
+            clipped += clip(gradient)
             plain += gradient
-    return ExactSums(clipped, plain)
+            of_unit += gradient / UNIT_ROWS
+            if (row + 1) % UNIT_ROWS == 0:
+                units += clip(of_unit)
+                of_unit[:] = 0
+    return ExactSums(clipped, units, plain)
 
 
 def choose_default_kernels() -> None:
@@ -244,9 +264,17 @@ def _flat(tensors: Any) -> NDArray[np.float64]:
     return np.concatenate([tensor.detach().double().cpu().numpy().reshape(-1) for tensor in tensors])
 
 
-def bench_mechanism(case: BenchCase, dimension: int) -> Mechanism:
-    """Return a mechanism of the case's shape; its accounting has no say in a clipped sum."""
-    examples = case.rows * case.micro_batches
+def bench_mechanism(case: BenchCase, dimension: int, rows_per_unit: int = 1) -> Mechanism:
+    """Return a mechanism of the case's shape; its accounting has no say in a clipped sum.
+
+    Raises:
+        ConfigError: ``bench_input`` if the rows of a micro-batch are no whole units.
+    """
+    if case.rows % rows_per_unit:
+        raise ConfigError(
+            "bench_input", f"{case.rows} rows are no units of {rows_per_unit}.", "Leave the peer 'units' out."
+        )
+    examples = case.rows // rows_per_unit * case.micro_batches
     return Mechanism(
         private=True,
         num_examples=examples,
@@ -262,7 +290,9 @@ def bench_mechanism(case: BenchCase, dimension: int) -> Mechanism:
         gamma_log2=-20,
         clamp=100.0,
         sigma=2.0**21,
-        micro_batch_size=case.rows,
+        unit="example" if rows_per_unit == 1 else "unit",
+        rows_per_unit=rows_per_unit,
+        micro_batch_size=case.rows // rows_per_unit,
         micro_batches=case.micro_batches,
         overflow_probability=0.0,
     )

@@ -148,7 +148,7 @@ def gradient_command(
     output: Output,
     model: Annotated[str, typer.Argument(help="digits, cnn, mlp, bert, bert-lora, gpt2, gpt2-lora or llama-lora.")],
     against: Annotated[
-        str, typer.Option(metavar="PEERS", help="Any of opacus, ghost and plain, separated by commas.")
+        str, typer.Option(metavar="PEERS", help="Any of opacus, ghost, plain and units, by commas.")
     ] = "opacus,ghost,plain",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Threads of torch, for every method.")] = 1,
@@ -180,7 +180,12 @@ def _gradient_table(result: "GradientBench") -> Table:
         f"bench gradient {result.model}: {result.parameters:,} trained parameters, {result.micro_batches} x "
         f"{result.rows} rows, {result.device}, {result.threads} thread(s), {result.rounds} rounds, {result.clock} time"
     )
-    ours = {"plain": result.vs_nonprivate, "opacus": result.vs_opacus_hooks, "ghost": result.vs_opacus_ghost}
+    ours = {
+        "plain": result.vs_nonprivate,
+        "units": result.units_vs_rows,
+        "opacus": result.vs_opacus_hooks,
+        "ghost": result.vs_opacus_ghost,
+    }
 
     def on_gpu(figures: "MethodFigures") -> tuple[str, ...]:
         use = figures.gpu
