@@ -2,6 +2,7 @@
 
 Same model, initial parameters, data, sampling rate, Poisson sampling, clipping norm, noise multiplier, divisor, update
 rule and learning rates as the run; Opacus samples, clips and adds noise. It has no masks, ring, ledger or evidence.
+Opacus knows no versions of a row: here the gradients of an example's versions are averaged before Opacus clips them.
 Where nothing is private it is plain torch.
 """
 
@@ -24,6 +25,8 @@ from raycloak.coordinator.planning.manifest import optimizer_spec
 from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.augmentation import WORDS, Versions
+from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.models.models import build_model, loss_function, trainable_tensors
 from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.manifest import OptimizerSpec
@@ -38,15 +41,22 @@ class OpacusTraining:
         mechanism: of the run's plan.
 
     Raises:
-        ConfigError: ``bench_peer`` for an update rule that torch does not have; as a run for data, model and groups.
+        ConfigError: ``bench_peer`` for an update rule that torch does not have, normalised clipping, or a
+            ``dataset.unit``; as a run for data, model and groups.
     """
 
     def __init__(self, config: RunConfig, base: Path, mechanism: Mechanism) -> None:
         assert config.dataset is not None, "a peer trains on data that is named"
+        if mechanism.clipping != "norm" or mechanism.unit != "example":
+            raise _no_peer("plain Opacus has neither normalised clipping nor units of rows", "the run without them")
         # Checks of a model choose deterministic kernels; Opacus' users have torch's default.
         torch.set_deterministic_debug_mode("default")
         self._mechanism, self._spec = mechanism, optimizer_spec(config.optimizer, base)
-        self._dataset = descriptor(config.dataset).open(base)
+        data = descriptor(config.dataset)
+        self._dataset = data.open(base)
+        self._versions = None if data.augment is None else Versions(data.augment, dataset_form(self._dataset), base)
+        # Follows torch's seed, which Opacus' noise and sampling have too.
+        self._words = np.random.default_rng(torch.initial_seed())
         self.module = build_model(model_source(config.model), base, config.seed)
         self._loss, _ = loss_function(loss_spec(config.loss), base)
         self._rule, self._wrapped = _update_rule(self.module, self._spec), self.module
@@ -68,14 +78,21 @@ class OpacusTraining:
         for group in self._rule.param_groups:
             group["lr"] = learning_rate(group["terms"], self._step, self._mechanism.steps)
         features, labels = self._dataset.batch(np.asarray(next(self._batches)))
-        rows = self._mechanism.micro_batch_size
+        rows, copies = self._mechanism.micro_batch_rows, self._mechanism.copies
+        if self._versions is not None:
+            features, labels = np.repeat(features, copies, 0), np.repeat(labels, copies, 0)
+            words = self._words.integers(0, 2**64, (len(features), WORDS), np.uint64)
+            features = self._versions.of(features, words)
         starts = range(0, len(features), rows)
         for start in starts:
             part = slice(start, start + rows)
             losses = self._loss(self._wrapped(torch.from_numpy(features[part])), torch.from_numpy(labels[part]))
             if not self._mechanism.private:
-                losses = losses / self._mechanism.expected_batch_size
+                losses = losses / (self._mechanism.expected_batch_size * copies)
             losses.sum().backward()  # type: ignore[no-untyped-call]
+            if self._mechanism.private and copies > 1:
+                for parameter in self._rule.params:
+                    parameter.grad_sample = parameter.grad_sample.unflatten(0, (-1, copies)).mean(1)
             # As Opacus' virtual steps clip and add up; the last micro-batch stays for the step itself.
             if self._mechanism.private and start != starts[-1]:
                 self._rule.signal_skip_step()
@@ -99,11 +116,7 @@ class OpacusTraining:
 def _update_rule(module: nn.Module, spec: OptimizerSpec) -> Any:
     """Return the run's update rule, as torch has it."""
     if spec.name not in RULES:
-        raise ConfigError(
-            "bench_peer",
-            f"plain torch has no update rule '{spec.name}'.",
-            f"Compare with one of {', '.join(RULES)}.",
-        )
+        raise _no_peer(f"plain torch has no update rule '{spec.name}'", f"one of {', '.join(RULES)}")
     trained = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
     groups = [
         {"params": [trained[tensor.name] for tensor in members], "weight_decay": terms.weight_decay, "terms": terms}
@@ -111,6 +124,10 @@ def _update_rule(module: nn.Module, spec: OptimizerSpec) -> Any:
     ]
     rule = RULES[spec.name]
     return getattr(torch.optim, rule.torch_class)(groups, lr=spec.learning_rate, **rule.arguments(spec))
+
+
+def _no_peer(why: str, instead: str) -> ConfigError:
+    return ConfigError("bench_peer", f"{why}.", f"Compare with {instead}.")
 
 
 class OpacusPeer(Message):

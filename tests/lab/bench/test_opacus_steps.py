@@ -11,13 +11,17 @@ from raycloak.attestation.processes.deadline import Deadline
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import plan_mechanism
+from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.augmentation import WORDS, Augmentation, Versions
+from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.models.models import build_model, read_flat
 from raycloak_lab.bench import opacus_steps, step
 from raycloak_lab.bench.opacus_steps import OpacusPeer, OpacusTraining, Seconds, Steps
 from raycloak_lab.bench.step import BLOCK_STEPS, WARM_UP_STEPS, bench_step
 
-EXAMPLES, CLIP, RATE = 12, 0.1, 2.0
+EXAMPLES, CLIP, RATE = 12, 1.5, 2.0
+DATA = {"kind": "npz", "path": "data.npz", "features": "features", "labels": "labels"}
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +36,10 @@ def task(tmp_path):
     random = np.random.default_rng(3)
     features = random.standard_normal((EXAMPLES, 5), np.float32)
     np.savez(tmp_path / "data.npz", features=features, labels=np.arange(EXAMPLES) % 3)
-    (tmp_path / "small_model.py").write_text("import torch\ndef model():\n    return torch.nn.Linear(5, 3)\n")
+    (tmp_path / "small_model.py").write_text(
+        "import torch\ndef model():\n    return torch.nn.Linear(5, 3)\n"
+        "def moved(row, generator):\n    return row + generator.standard_normal(5, 'float32')\n"
+    )
     return tmp_path
 
 
@@ -44,7 +51,7 @@ def config(**fields):
         "micro_batch_size": 5,
         "steps": 12,
         "model": "small_model:model",
-        "dataset": {"kind": "npz", "path": "data.npz", "features": "features", "labels": "labels"},
+        "dataset": DATA,
         "optimizer": {"name": "sgd", "learning_rate": RATE},
         "dp_config": {"noise_multiplier": 30.0, "epsilon_cap": 8.0, "accountant": "rdp", "max_grad_norm": CLIP},
     }
@@ -52,24 +59,39 @@ def config(**fields):
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
-def test_a_step_of_the_peer_is_the_runs_own_without_its_noise(task):
-    wanted = config()
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_step_of_the_peer_is_the_runs_own_without_its_noise(task, copies):
+    augment = {"kind": "small_model:moved", "copies": copies}
+    wanted = config(dataset=DATA | ({"augment": augment} if copies > 1 else {}))
     mechanism = plan_mechanism(wanted, EXAMPLES, 18).model_copy(update={"noise_multiplier": 0.0})
     training = OpacusTraining(wanted, task, mechanism)
     training.step()
 
     module = build_model(model_source(wanted.model), task, wanted.seed)
-    total = np.zeros(18)
+    total, are_cut = np.zeros(18), set()
     with np.load(task / "data.npz") as data:
-        rows = list(zip(data["features"], data["labels"], strict=True))
-    for x, y in rows:
-        loss = torch.nn.functional.cross_entropy(module(torch.tensor(x)[None]), torch.tensor([y]))
+        features, labels = data["features"].repeat(copies, 0), data["labels"]
+    if copies > 1:
+        words = np.random.default_rng(torch.initial_seed()).integers(0, 2**64, (len(features), WORDS), np.uint64)
+        form = dataset_form(descriptor(wanted.dataset).open(task))
+        features = Versions(Augmentation(**augment), form, task).of(features, words)
+    for x, y in zip(features.reshape(-1, copies, 5), labels.repeat(copies).reshape(-1, copies), strict=True):
+        loss = torch.nn.functional.cross_entropy(module(torch.tensor(x)), torch.tensor(y))
         parts = torch.autograd.grad(loss, list(module.parameters()))
         gradient = np.concatenate([part.numpy().reshape(-1) for part in parts])
-        total += gradient * min(1.0, CLIP / np.linalg.norm(gradient))
+        share = min(1.0, CLIP / np.linalg.norm(gradient))
+        total, are_cut = total + gradient * share, are_cut | {share < 1}
+    assert are_cut == {True, False}, "a mean or a sum of versions makes a difference"
     expected = read_flat(module) - RATE * total / EXAMPLES
     assert read_flat(training.module) == pytest.approx(expected, abs=1e-5)
     assert np.abs(expected - read_flat(module)).max() > 1e-3, "the step moves the model"
+
+
+@pytest.mark.parametrize(("field", "value"), [("clipping", "normalised"), ("unit", "patient")])
+def test_a_mechanism_that_opacus_does_not_have_is_refused(task, field, value):
+    mechanism = plan_mechanism(config(), EXAMPLES, 18).model_copy(update={field: value})
+    with pytest.raises(ConfigError, match="bench_peer"):
+        OpacusTraining(config(), task, mechanism)
 
 
 def test_an_update_rule_that_torch_does_not_have_is_refused(task):
