@@ -179,7 +179,6 @@ class VirtualWorkerComputer:
             rows, chosen = self._units.chosen(drawn, mechanism.rows_chosen, words)
             there = there & chosen
         source = self._dataset if sent is None else sent
-        rows, there = (np.repeat(each, mechanism.copies, 1) for each in (rows, there))
         batches = micro_batches(source, rows, there, mechanism, places, self._spare)
         if self._versions is None:
             return batches
@@ -190,8 +189,10 @@ class VirtualWorkerComputer:
 
 
 def _versions(batches: Iterable[MicroBatch], versions: Versions, words: NDArray[np.uint64]) -> Iterator[MicroBatch]:
-    for (features, labels, valid), of_rows in zip(batches, words, strict=True):
-        yield versions.of(features, of_rows), labels, valid
+    for batch, of_rows in zip(batches, words, strict=True):
+        features, labels, valid = batch
+        origin = np.arange(len(of_rows)) // versions.copies
+        yield versions.of(features[origin], of_rows), labels[origin], valid[origin]
 
 
 def _until_cancelled(batches: Iterable[MicroBatch], is_cancelled: Callable[[], bool]) -> Iterator[MicroBatch]:

@@ -46,6 +46,7 @@ from raycloak.workers.gradients.numerics import slow_products
 from raycloak.workers.gradients.placement import bytes_over
 from raycloak.workers.gradients.row_memory import FEWEST_ROWS, largest_rows, scored_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
+from raycloak.workers.inputs.augmentation import Versions
 from raycloak.workers.inputs.datasets import DatasetForm, SteadyDataset
 from raycloak.workers.inputs.descriptor import OpenedDataset, require_nobody_in_both
 from raycloak.workers.inputs.fingerprint import data_marks
@@ -87,6 +88,8 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     slow = _slow_products(model, config)
     split_ranges(trainable_tensors(model), config.first_aggregators)
     spec = optimizer_spec(config.optimizer, config_dir)
+    if (augment := descriptor(config.dataset).augment) is not None:
+        Versions(augment, form, config_dir)
     groups = try_rule(spec, trainable_tensors(model), config.sized(form.population).planned_steps, config_dir)
     if (split := public_split(config, config_dir)) is not None:
         split.check(model, config.loss_name)

@@ -382,26 +382,27 @@ def micro_batches(
     places: NDArray[np.int64],
     spare: Batch,
 ) -> Iterator[MicroBatch]:
-    """Yield the rows of the drawn units as exactly M micro-batches of m units, k rows each, side by side.
+    """Yield the rows of the drawn units as exactly M micro-batches of m units, those of each side by side.
 
     Rows that are not present are not valid. Those of a drawn unit hold what ``ids`` say: zero times the gradient of any
     other row may be NaN, which would take the whole unit out. Those of no unit hold synthetic examples. As many rows
     are read as there are places, whatever the draw.
 
     Args:
-        ids: rows that the caller may read, int64 [M * m, k]: those of the drawn units, of which each has its own alone,
-            and any for the other places.
-        present: whether a row is of a drawn unit and counts, bool [M * m, k].
+        ids: rows that the caller may read, int64 [M * m, r] with `Mechanism.rows_chosen` r: those of the drawn units,
+            of which each has its own alone, and any for the other places.
+        present: whether a row is of a drawn unit and counts, bool [M * m, r].
         places: the place of each of the M * m units, a permutation; see
             `raycloak.workers.vectors.sampling.unit_places`.
         spare: the synthetic rows, at least one; see `raycloak.workers.gradients.spare_rows`.
     """
-    rows, shape = mechanism.micro_batch_rows, (len(places), mechanism.rows_per_unit)
+    shape = len(places), mechanism.rows_chosen
+    rows = mechanism.micro_batch_size * mechanism.rows_chosen
     require_bound(ids.shape == present.shape == shape, "every row of a step is read")
     require_bound(shape[0] == mechanism.micro_batch_size * mechanism.micro_batches, "every unit of a step has a place")
     placed, valid = np.empty_like(ids), np.empty_like(present)
     placed[places], valid[places] = ids, present
-    chosen, drawn = np.arange(ids.size) % len(spare[0]), np.repeat(valid.any(1), mechanism.rows_per_unit)
+    chosen, drawn = np.arange(ids.size) % len(spare[0]), np.repeat(valid.any(1), mechanism.rows_chosen)
     batches = in_turn(dataset, list(placed.reshape(-1, rows)))
     of_rows = (part.reshape(-1, rows) for part in (valid, drawn, chosen))
     for batch, here, kept, other in zip(batches, *of_rows, strict=True):

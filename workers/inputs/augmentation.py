@@ -43,13 +43,6 @@ class Augmentation(Message):
     pixels: int = Field(default=0, ge=0)
     flip: bool = False
 
-    @property
-    def text(self) -> str:
-        """The versions for a reader."""
-        flipped = ", mirrored or not" if self.flip else ""
-        how = f"moved by at most {self.pixels} pixels{flipped}" if self.kind == SHIFT else f"by {self.kind}"
-        return f"{self.copies} random {'version' if self.copies == 1 else 'versions'} of each row, {how}"
-
 
 class Versions:
     """Makes versions of rows.

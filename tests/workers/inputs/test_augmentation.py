@@ -195,6 +195,15 @@ def test_versions_of_a_person_s_rows_are_rows_of_the_person():
     assert 0.1 < moved <= chosen.sensitivity
 
 
+def test_a_row_is_read_once_for_all_of_its_versions(monkeypatch: pytest.MonkeyPatch):
+    read: list[int] = []
+    genuine = ArrayDataset.batch
+    monkeypatch.setattr(ArrayDataset, "batch", lambda self, ids: read.append(len(ids)) or genuine(self, ids))
+    chosen = terms()
+    vector(chosen, rows_of(8))
+    assert sum(read[-chosen.micro_batches :]) == chosen.micro_batch_size * chosen.micro_batches
+
+
 def test_a_mechanism_that_counts_other_versions_is_refused():
     with pytest.raises(RefusedError, match="proof_bound"):
         computer_of(terms(copies=1, rows_per_unit=1), rows_of(8))
