@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", action="store_true", help="only print the table")
     chosen = parser.parse_args()
-    found: dict[str, list[float]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found: dict[str, list[float]] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if not chosen.table:
         with tempfile.TemporaryDirectory() as folder:
             persons = prepare(Path(folder))
