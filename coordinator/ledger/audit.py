@@ -163,6 +163,7 @@ class AuditedChain:
             rules.check_reserve(account, registered)
             if private:
                 rules.check_shareable(account, registered)
+        _require(event.unit == rules.unit_of(event.mechanisms), entry, "it states another unit than its mechanisms")
         if not private:
             _require(event.orders == (), entry, "it names orders for a run that is not private")
         elif self.accounts[event.account].fixed:

@@ -114,7 +114,7 @@ class RegistrationTerms:
     lineage: Lineage | None = None
 
 
-def _unit_of(mechanisms: Sequence[Mechanism]) -> str:
+def unit_of(mechanisms: Sequence[Mechanism]) -> str:
     """Return what epsilon is for the presence of; the mechanisms of a run share it."""
     unit = mechanisms[0].unit
     return ROW if unit == EXAMPLE else unit
@@ -150,7 +150,7 @@ def registration(run: RegistrationTerms, terms: AccountOpened, fixed: bool) -> R
         run_id=run_id,
         account=terms.account,
         mechanisms=mechanisms,
-        unit=_unit_of(mechanisms),
+        unit=unit_of(mechanisms),
         manifest_digest=run.manifest_digest,
         data=run.data,
         public=run.public,

@@ -317,6 +317,17 @@ def test_the_audit_holds_every_opening_and_the_unit_to_the_rules(ledger: Privacy
         resigned([*events[:4], registered.model_copy(update={"unit": "person"})])
 
 
+@pytest.mark.parametrize("changes", [{"unit": "person"}, {"mechanisms": (mechanism(unit="person", rows_per_unit=8),)}])
+def test_guarantee_an_audited_account_counts_for_the_unit_that_its_runs_charge(
+    ledger: PrivacyLedger, changes: dict[str, Any]
+):
+    opened, registered, *_ = [entry.event for entry in ledger.history()]
+    assert isinstance(registered, RunRegistered)
+    resigned([opened, registered])
+    with pytest.raises(BudgetError, match=r"entry 2.*another unit"):
+        resigned([opened, registered.model_copy(update=changes)])
+
+
 def test_an_extract_is_accepted_though_it_lacks_the_account_that_brought_a_key(ledger: PrivacyLedger):
     ledger.open_account("beside", TERMS, data=REKEYED, also=True)
     # Both keys are known by now, so that it is no new one to the account that has the place.
