@@ -61,7 +61,7 @@ from raycloak.workers.models.text_model import check_text, libraries
 from raycloak.workers.terms.loss import SEVERAL
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement
-from raycloak.workers.terms.mechanism import Mechanism, check_together
+from raycloak.workers.terms.mechanism import EXAMPLE, Mechanism, check_together
 from raycloak.workers.terms.model_digest import check_same_tensors, frozen_digest, model_digest, tensor_digests
 from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
@@ -311,7 +311,7 @@ class PlannedWorkload:
         checks = {
             "numerics": (computation.numerics, facts.numerics),
             "num_examples": (computation.mechanism.num_examples, facts.num_examples),
-            "unit": (computation.mechanism.unit, setup.dataset.unit or "example"),
+            "unit": (computation.mechanism.unit, setup.dataset.unit or EXAMPLE),
             "rows_per_unit": (computation.mechanism.rows_chosen, setup.dataset.rows_per_unit),
             # A dataset may take part in every step, so it must be charged for every step.
             "max_participations": (bounded, sent),

@@ -39,6 +39,7 @@ from raycloak.coordinator.config.sections import (
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.descriptor import TABLES
 from raycloak.workers.terms.loss import has_accuracy
+from raycloak.workers.terms.mechanism import UnitTerms
 
 DEFAULT_STEPS = 200
 """Steps of a run that gives neither steps nor epochs."""
@@ -360,20 +361,9 @@ class RunConfig(Section):
         return self.dataset.max_participations if self.dataset is not None else None
 
     @property
-    def unit(self) -> str:
-        """The public name of what is sampled, clipped and protected as a whole; ``example`` without another."""
-        return (self.dataset.unit_name if self.dataset is not None else None) or "example"
-
-    @property
-    def rows_per_unit(self) -> int:
-        """The k of a unit: most of its rows that a step computes, with their versions."""
-        return 1 if self.dataset is None else self.dataset.rows_each
-
-    @property
-    def copies(self) -> int:
-        """The versions of each row among them."""
-        augment = None if self.dataset is None else self.dataset.augment
-        return 1 if augment is None else augment.copies
+    def unit_terms(self) -> UnitTerms:
+        """What epsilon protects of ``dataset``; of examples in memory their descriptor tells it."""
+        return UnitTerms() if self.dataset is None else self.dataset.unit_terms
 
     @property
     def batch_size(self) -> float:

@@ -15,7 +15,7 @@ from raycloak.workers.inputs.augmentation import SHIFT
 from raycloak.workers.inputs.descriptor import CLASSES, CONFIGURED, KINDS, LABELS, OF_SOME_KINDS, kinds_with
 from raycloak.workers.inputs.units import MOST_CHOSEN
 from raycloak.workers.terms.built_in_rules import RULE_SETTINGS, RULES, rules_with
-from raycloak.workers.terms.mechanism import EXAMPLE, UnitName
+from raycloak.workers.terms.mechanism import EXAMPLE, UnitName, UnitTerms
 
 Kept = Literal["sealed", "clear"]
 
@@ -312,7 +312,7 @@ class DatasetConfig(Section):
             raise ValueError("unit: example is what each row is without one; give the column another name")
         if self.rows_per_unit is not None and self.unit is None:
             raise ValueError("rows_per_unit needs the unit whose rows they are")
-        if self.rows_each > MOST_CHOSEN:
+        if self.unit_terms.rows_per_unit > MOST_CHOSEN:
             raise ValueError(f"a step computes at most {MOST_CHOSEN} rows of a unit, augment.copies included")
         if self.kind == "ray_data" and self.path is not None and "://" in self.path:
             raise ValueError("path of kind ray_data is a folder on disk")
@@ -362,9 +362,10 @@ class DatasetConfig(Section):
         return self.rows_per_unit or self.blocks_per_unit
 
     @property
-    def rows_each(self) -> int:
-        """The most rows of a unit that a step computes, with their versions."""
-        return (self.most_rows or 1) * (1 if self.augment is None else self.augment.copies)
+    def unit_terms(self) -> UnitTerms:
+        """What epsilon protects as a whole, and how many rows of one a step computes."""
+        copies = 1 if self.augment is None else self.augment.copies
+        return UnitTerms(self.unit_name or EXAMPLE, (self.most_rows or 1) * copies, copies)
 
     @property
     def columns(self) -> tuple[str, ...]:

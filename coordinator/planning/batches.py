@@ -20,7 +20,7 @@ from raycloak.coordinator.accounting.releases import (
 from raycloak.coordinator.accounting.renyi import accountant_delta
 from raycloak.coordinator.config.run import MOST_VIRTUAL_WORKERS, RunConfig
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.terms.mechanism import AccountantName
+from raycloak.workers.terms.mechanism import AccountantName, UnitTerms
 
 CUT_EXCESS = 1.005
 """Epsilon with cut draws over epsilon without, at most, where epsilon pays for the cut."""
@@ -70,6 +70,7 @@ class BatchTerms:
         releases: all planned ones, the gradient's first, without a cut; none where nothing is private.
         accountant: of the account that pays. epsilon_cap: of it.
         largest_rows: most rows of a micro-batch that memory holds.
+        units: what epsilon protects of the data.
     """
 
     num_examples: int
@@ -78,22 +79,23 @@ class BatchTerms:
     accountant: AccountantName
     epsilon_cap: float
     largest_rows: int
+    units: UnitTerms
 
 
-def most_units(config: RunConfig, largest_rows: int) -> int:
+def most_units(config: RunConfig, units: UnitTerms, largest_rows: int) -> int:
     """Return the most units of a micro-batch, all of whose rows memory holds at once.
 
     Raises:
         ConfigError: ``unit_too_large`` if it does not hold those of one.
     """
     rows = config.micro_batch_size or largest_rows
-    if config.rows_per_unit > rows:
+    if units.rows_per_unit > rows:
         raise ConfigError(
             "unit_too_large",
-            f"the {config.rows_per_unit} rows of a {config.unit} are more than the {rows} that a micro-batch holds.",
+            f"the {units.rows_per_unit} rows of a {units.unit} are more than the {rows} that a micro-batch holds.",
             f"Let dataset.rows_per_unit times augment.copies be at most {rows}, or raise micro_batch_bytes.",
         )
-    return rows // config.rows_per_unit
+    return rows // units.rows_per_unit
 
 
 def choose_batch(config: RunConfig, terms: BatchTerms) -> PhysicalBatch:
@@ -155,7 +157,7 @@ def _batch_of(config: RunConfig, terms: BatchTerms, virtual_workers: int) -> Phy
             factor = 1 + math.exp(min(terms.epsilon_cap, LARGEST_EPSILON))
             budget = OVERFLOW_SHARE * config.dp_config.target_delta / factor
         capacity = least_within(budget, slice_size, terms.sample_rate, draws)
-    units, batches = physical_shape(capacity, most_units(config, terms.largest_rows))
+    units, batches = physical_shape(capacity, most_units(config, terms.units, terms.largest_rows))
     return PhysicalBatch(
         virtual_workers=virtual_workers,
         units=units,

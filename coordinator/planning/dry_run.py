@@ -251,7 +251,7 @@ def _paid(config: RunConfig, config_dir: Path, facts: _Facts) -> Plan:
         with_payer = with_account(plan, name, view, outlook if paying else None)
         form = facts.form
         alone = form.units is not None and form.units == form.num_examples
-        only = (f"every {config.unit} has one row, so it protects what an example does.",) if alone else ()
+        only = (f"every {plan.mechanism.unit} has one row, so it protects what an example does.",) if alone else ()
         return replace(with_payer, warnings=(*with_payer.warnings, *only, *asks))
 
 

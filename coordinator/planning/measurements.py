@@ -14,7 +14,7 @@ from raycloak.coordinator.planning.batches import UNMEASURED_ROWS, most_units
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.loss import has_accuracy
 from raycloak.workers.terms.measurement import NORM, Measurement
-from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.mechanism import Mechanism, UnitTerms
 from raycloak.workers.vectors.ring import RingDemand, fit_ring
 
 
@@ -54,8 +54,9 @@ def plan_measurements(
     Raises:
         ConfigError: ``noise_too_small``, or a measurement does not fit the ring; with numbers.
     """
-    units = most_units(config, largest_rows)
-    return tuple(_measurement(config, *each, training, units) for each in _sections(config))
+    units = UnitTerms(training.unit, training.rows_per_unit, training.copies)
+    most = most_units(config, units, largest_rows)
+    return tuple(_measurement(config, *each, training, most) for each in _sections(config))
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,14 @@ from raycloak.metrics.errors import ConfigError, DatasetError, ModelError, Refus
 from raycloak.metrics.proof_bounds import require_assertions
 from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.measurement import Measurement
-from raycloak.workers.terms.mechanism import EXAMPLE, MAX_DIMENSION, AccountantName, Mechanism, honest_share_of
+from raycloak.workers.terms.mechanism import (
+    EXAMPLE,
+    MAX_DIMENSION,
+    AccountantName,
+    Mechanism,
+    UnitTerms,
+    honest_share_of,
+)
 from raycloak.workers.vectors.noise import decompose
 from raycloak.workers.vectors.ring import RingDemand, RingFit, fit_ring
 
@@ -206,6 +213,7 @@ def make_plan(
     account: PayingAccount | None = None,
     largest_rows: int = UNMEASURED_ROWS,
     sparse_masks: bool | None = None,
+    units: UnitTerms | None = None,
 ) -> Plan:
     """Return the mechanism of a run and all that follows from it; arguments as :func:`plan_mechanism`.
 
@@ -217,7 +225,7 @@ def make_plan(
     require_assertions()
     require_config(config)
     config = config.sized(num_examples)
-    mechanism = plan_mechanism(config, num_examples, dimension, account, largest_rows, sparse_masks)
+    mechanism = plan_mechanism(config, num_examples, dimension, account, largest_rows, sparse_masks, units)
     run = Schedule(mechanism, plan_measurements(config, mechanism, largest_rows))
     cap, delta = cap_for(config, account), config.dp_config.target_delta
     slack = _slack(run, cap, delta)
@@ -294,6 +302,7 @@ def plan_mechanism(
     account: PayingAccount | None = None,
     largest_rows: int = UNMEASURED_ROWS,
     sparse_masks: bool | None = None,
+    units: UnitTerms | None = None,
 ) -> Mechanism:
     """Return the frozen mechanism of a run.
 
@@ -310,6 +319,7 @@ def plan_mechanism(
             where the configuration does not say.
         sparse_masks: whether some pairs of workers may not mask, as the manifest of a run that is repeated has it; as
             the configuration says, if None.
+        units: what epsilon protects of the data; as the configuration says, if None.
 
     Raises:
         ConfigError, DatasetError, ModelError: the configuration does not fit the data or the ring; with numbers.
@@ -324,7 +334,9 @@ def plan_mechanism(
         sparse_masks = config.masks.colluding_workers is not None
     releases = _noised_releases(config, sample_rate, accountant) if private else ()
     cap = cap_for(config, account)
-    batch = choose_batch(config, BatchTerms(num_examples, sample_rate, releases, accountant, cap, largest_rows))
+    units = units or config.unit_terms
+    terms = BatchTerms(num_examples, sample_rate, releases, accountant, cap, largest_rows, units)
+    batch = choose_batch(config, terms)
     noise = _noise_with_cut(config, releases, batch, num_examples, accountant) if private else 0.0
     honest_share = _honest_share(config, batch.virtual_workers)
     # The cut counts for little beside the rounding's share, and would take seconds.
@@ -332,9 +344,7 @@ def plan_mechanism(
     ring = _ring(config, dimension, batch, release, honest_share)
     return Mechanism(
         private=private,
-        unit=config.unit,
-        rows_per_unit=config.rows_per_unit,
-        copies=config.copies,
+        **units._asdict(),
         num_examples=num_examples,
         virtual_workers=batch.virtual_workers,
         sample_rate=sample_rate,

@@ -12,7 +12,7 @@ from raycloak.attestation.core.evidence import Links
 from raycloak.coordinator.config.sections import Kept
 from raycloak.coordinator.ledger.view import DataStanding
 from raycloak.workers.terms.measurement import Released
-from raycloak.workers.terms.mechanism import AccountantName
+from raycloak.workers.terms.mechanism import EXAMPLE, AccountantName
 
 SIMULATED = "simulated"
 Boundary = Literal["child_processes", "vaults", "demanded_vaults"]
@@ -101,7 +101,7 @@ class Verdict:
     wall_seconds: float
     keys_on_one_machine: int = 0
     links: Links | None = None
-    unit: str = "example"
+    unit: str = EXAMPLE
     rows_per_unit: int = 1
     copies: int = 1
     max_participations: int | None = None

@@ -12,7 +12,7 @@ from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.record.run_reader import RunData
 from raycloak.coordinator.record.verdict import Verdict
 from raycloak.coordinator.report.members import Evidence, utc
-from raycloak.coordinator.report.words import delta_text, participation_rows, unit_text
+from raycloak.coordinator.report.words import delta_text, participation_rows, unit_text, units_word
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.terms.mechanism import Mechanism
 
@@ -83,7 +83,7 @@ def sampling_rows(run: RunData) -> Rows:
         return []
     mechanism = run.manifest.computation.mechanism
     sent, passes = mechanism.max_participations is not None, mechanism.steps * mechanism.sample_rate
-    units = "examples" if mechanism.unit == "example" else "units"
+    units = units_word(mechanism)
     drawn = f"each {mechanism.unit} by itself with probability {mechanism.sample_rate:.6g} in each step (Poisson)"
     all_steps = "" if sent else f"; {passes:.3g} passes in {mechanism.steps} steps"
     rows = [

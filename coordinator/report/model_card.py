@@ -14,7 +14,7 @@ from raycloak.coordinator.config.sections import ModelConfig
 from raycloak.coordinator.record.run_reader import RunData, read_run
 from raycloak.coordinator.record.verdict import Verdict
 from raycloak.coordinator.report.facts import filled, is_old, limits_of, sampling_rows, written
-from raycloak.coordinator.report.words import verdict_rows
+from raycloak.coordinator.report.words import units_word, verdict_rows
 from raycloak.version import VERSION
 
 OF_THE_SITE: Final = frozenset({"run directory", "its model", "warning"})
@@ -51,6 +51,7 @@ def model_card(run: RunData) -> str:
         is_old=verdict is not None and is_old(run, verdict),
         computation=computation,
         mechanism=computation.mechanism if computation else None,
+        units=units_word(computation.mechanism) if computation else None,
         verdict_rows=[row for row in verdict_rows(verdict) if row[0] not in OF_THE_SITE] if verdict else [],
         sampling=sampling_rows(run),
         kind=dataset.kind if dataset is not None else "given in memory",

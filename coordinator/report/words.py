@@ -12,7 +12,7 @@ from raycloak.coordinator.console.figures import epsilon_text, size_text
 from raycloak.coordinator.ledger.view import DataStanding
 from raycloak.coordinator.record.verdict import Boundary, Verdict
 from raycloak.workers.terms.measurement import Released
-from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.mechanism import EXAMPLE, Mechanism
 
 BOUNDARIES: Final[Mapping[Boundary, str]] = MappingProxyType(
     {
@@ -32,7 +32,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
     unnoticed = "not covered: no witness on other storage"
     return [
         *(_budget_rows(verdict) if verdict.private else [("privacy", "NOT PRIVATE: differential privacy was off")]),
-        *([] if (verdict.unit, verdict.copies) == ("example", 1) else [("unit", unit_text(verdict))]),
+        *([] if (verdict.unit, verdict.copies) == (EXAMPLE, 1) else [("unit", unit_text(verdict))]),
         ("steps", _steps(verdict)),
         _evaluation_row(verdict),
         *((name, f"{value:.6g} on the public split") for name, value in verdict.evaluation_metrics.items()),
@@ -148,9 +148,14 @@ def sealed_text(sealed: bool, sent: bool = False) -> str:
 def unit_text(of: Mechanism | Verdict) -> str:
     """Return what epsilon protects as a whole, and how many of its rows a step computes."""
     rows = of.rows_per_unit // of.copies
-    taken = [] if of.unit == "example" else [f"at most {rows} {'row' if rows == 1 else 'rows'} a step"]
+    taken = [] if of.unit == EXAMPLE else [f"at most {rows} {'row' if rows == 1 else 'rows'} a step"]
     taken += [f"{of.copies} versions of each row"] if of.copies > 1 else []
     return f"one {of.unit} ({', '.join(taken)})" if taken else f"one {of.unit}"
+
+
+def units_word(of: Mechanism) -> str:
+    """Return what the many of it are called."""
+    return "examples" if of.unit == EXAMPLE else "units"
 
 
 def participation_rows(bound: int | None, steps: int) -> list[tuple[str, str]]:

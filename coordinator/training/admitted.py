@@ -115,7 +115,9 @@ def admit(
     recorded = order.assignment.recorded
     # A replay by fewer workers masks all pairs, and repeats what the run promised.
     sparse = None if recorded is None else recorded.mask_colluders is not None
-    planned = make_plan(config, facts.num_examples, dimension(facts.tensors), paying, facts.largest_rows, sparse)
+    # As the descriptor has it: the configuration knows nothing of examples in memory.
+    units = order.setup.dataset.unit_terms
+    planned = make_plan(config, facts.num_examples, dimension(facts.tensors), paying, facts.largest_rows, sparse, units)
     plan = with_notes(planned, facts.model_notes, facts.left_out)
     for warning in _beside_others(order, facts, plan, ledger, account).warnings:
         reporter.to.warned(warning)

@@ -301,13 +301,22 @@ def test_a_policy_for_hardware_is_met_by_no_machine_without_a_tee(ray_cluster, t
         train(config, config_dir=tmp_path)
 
 
+class Visits(torch.utils.data.TensorDataset):
+    """Two visits of each patient, both of which a step may see."""
+
+    rows_per_unit = 2
+
+    def unit(self, index):
+        return f"patient {index // 2}"
+
+
 def test_an_in_memory_dataset_and_a_loose_result_are_said_and_data_and_generated_secret_go_with_the_run(
     ray_cluster, raycloak_home
 ):
     """A run without noise is tested on plain objects, in test_public_run.py, as is a secret that is kept."""
     generator = torch.Generator().manual_seed(7)
     features = torch.rand(160, 64, generator=generator)
-    dataset = torch.utils.data.TensorDataset(features, torch.arange(160) % 10)
+    dataset = Visits(features, torch.arange(160) % 10)
     changes = {"expected_batch_size": 40, "steps": 2, "evaluation": None, "allow_nondeterministic": True}
     config = digits(**ALONE, **changes, dp_config=RENYI).model_copy(update={"dataset": None})
     scraping, modes = Scraping(), []
@@ -327,6 +336,9 @@ def test_an_in_memory_dataset_and_a_loose_result_are_said_and_data_and_generated
     assert re.search(r'^raycloak_run_claims_info\{exactness="NOT_EXACT"', scraping.pages[0], re.MULTILINE)
     manifest = Manifest.model_validate_json((Path(result["run_dir"]) / "manifest.json").read_bytes())
     assert not manifest.computation.exact
+    mechanism = manifest.computation.mechanism
+    assert (mechanism.unit, mechanism.rows_per_unit, mechanism.num_examples) == ("unit", 2, 80)
+    assert result["metrics"]["unit"] == "unit"
     assert result["metrics"]["account"] == f"data-{manifest.dataset_fingerprint.hex()[:16]}", "known by its content"
     assert (raycloak_home / "data.key").stat().st_mode & 0o777 == 0o600
 

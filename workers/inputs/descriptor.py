@@ -56,10 +56,11 @@ from raycloak.workers.inputs.sent_rows import SentSlots
 from raycloak.workers.inputs.tables import CSV_SUFFIXES, PARQUET_SUFFIXES, csv_rows, parquet_rows
 from raycloak.workers.inputs.text_data import TEXT_SUFFIXES, Tokenizer, block_rows, text_rows
 from raycloak.workers.inputs.token_rows import token_files, token_rows
-from raycloak.workers.inputs.unit_names import unit_names
+from raycloak.workers.inputs.unit_names import units_told
 from raycloak.workers.inputs.units import UnitNumbers, Units
 from raycloak.workers.inputs.user_code import SEE_WHY, resolve, told
 from raycloak.workers.inputs.void import void_check
+from raycloak.workers.terms.mechanism import EXAMPLE, UnitTerms
 
 # Four fifths of the 1,797 digits train; the rest is the public split.
 DIGITS_TRAIN = 1437
@@ -202,6 +203,12 @@ class DatasetDescriptor(Message):
         """The names of ``labels``, one or several."""
         return (self.labels,) if isinstance(self.labels, str) else self.labels
 
+    @property
+    def unit_terms(self) -> UnitTerms:
+        """What epsilon protects of the data, and how many rows of one a step computes."""
+        copies = 1 if self.augment is None else self.augment.copies
+        return UnitTerms(self.unit or EXAMPLE, self.rows_per_unit * copies, copies)
+
     def identity_digest(self) -> bytes:
         """Return a SHA-256 over all that says which data this is, but not where: a moved file is the same dataset.
 
@@ -315,29 +322,22 @@ def _open_module(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
             f"{descriptor.function} returned a {type(dataset).__name__}, not a Dataset.",
             "Return an object with __len__ and batch(ids).",
         )
-    tell_unit = getattr(dataset, "unit", None)
+    tell_unit: Any = getattr(dataset, "unit", None)
     with _function_errors(descriptor.function):
         features, _ = dataset.batch(np.empty(0, np.int64))
         if isinstance(features, Mapping):
             vocabularies = {each.name: each.vocabulary for each in descriptor.inputs}
             dataset = NamedDataset(dataset, vocabularies, descriptor.function)
         dataset_form(dataset)
-        units = None if descriptor.unit is None else _units_told(tell_unit, len(dataset), descriptor.function)
+        if descriptor.unit is not None and not callable(tell_unit):
+            raise DatasetError(
+                "dataset_unit",
+                f"dataset.unit is set, and the dataset of {descriptor.function} has no unit(index).",
+                "Let it return the name of the unit of the example with that id, a whole number or a text.",
+            )
+        units = None if descriptor.unit is None else units_told(tell_unit, len(dataset), descriptor.function).units()
     accept = void_check(descriptor, descriptor.function, Taken(inputs=named_inputs_of(dataset)))
     return OpenedDataset(SteadyDataset(dataset, accept), places=written_function(function), units=units)
-
-
-def _units_told(tell_unit: Any, count: int, function: str) -> Units:
-    """Ask a dataset of user code for the unit of each example, once; what it says later changes nothing."""
-    if not callable(tell_unit):
-        raise DatasetError(
-            "dataset_unit",
-            f"dataset.unit is set, and the dataset of {function} has no unit(index).",
-            "Let it return the name of the unit of the example with that id, a whole number or a text.",
-        )
-    numbers = UnitNumbers()
-    numbers.add(unit_names([tell_unit(index) for index in range(count)], f"{function}, unit(index)"))
-    return numbers.units()
 
 
 @contextmanager
@@ -356,7 +356,7 @@ def _function_errors(function: str) -> Iterator[None]:
 def _open_sealed(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     folder = _path(descriptor, base)
     dataset = SealedDataset(folder)
-    sealed_by, asked = (each or "example" for each in (dataset.header.unit, descriptor.unit))
+    sealed_by, asked = (each or EXAMPLE for each in (dataset.header.unit, descriptor.unit))
     if sealed_by != asked:
         raise ConfigError(
             "sealed_data",

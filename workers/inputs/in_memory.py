@@ -17,8 +17,8 @@ from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.named_inputs import InputSource, outlined, packed
 from raycloak.workers.inputs.rows import gathered
 from raycloak.workers.inputs.text_data import text_example
-from raycloak.workers.inputs.unit_names import unit_names
-from raycloak.workers.inputs.units import UnitNumbers
+from raycloak.workers.inputs.unit_names import units_told
+from raycloak.workers.inputs.units import MOST_CHOSEN
 from raycloak.workers.inputs.user_code import own_words
 from raycloak.workers.inputs.void import void_check
 
@@ -97,19 +97,18 @@ def _units_told(dataset: Any) -> NDArray[np.int64] | None:
     told, rows = getattr(dataset, "unit", None), getattr(dataset, "rows_per_unit", None)
     if told is None and rows is None:
         return None
-    if not callable(told) or not isinstance(rows, int) or rows < 1:
+    if not callable(told) or not isinstance(rows, int) or not 1 <= rows <= MOST_CHOSEN:
         raise DatasetError(
             "dataset_unit",
-            "a dataset of units has a method unit(index), and rows_per_unit, a number that is at least 1.",
+            f"a dataset of units has a method unit(index), and rows_per_unit, a number from 1 to {MOST_CHOSEN}.",
             "Give it both, or neither.",
         )
-    numbers = UnitNumbers()
     try:
-        names = [told(index) for index in range(len(dataset))]
+        return units_told(told, len(dataset), "the dataset").of_rows()
+    except DatasetError:
+        raise
     except Exception as error:
         raise DatasetError("dataset_function", f"unit(index) fails with {own_words(error)}", "Mend it.") from error
-    numbers.add(unit_names(names, "the dataset, unit(index)"))
-    return numbers.of_rows()
 
 
 def require_first(dataset: Any) -> None:

@@ -6,13 +6,14 @@ names the column and never a value; for the owner of the data it names rows.
 """
 
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.listing import listed
+from raycloak.workers.inputs.units import UnitNumbers
 from raycloak.workers.inputs.void import which
 
 # As programs write a value that is not there: rows that share one would be one unit, and parts of other units.
@@ -63,6 +64,17 @@ def unit_names(column: Any, place: str, row: int = 0, *, as_text: bool = False) 
     if as_text and _are_floats(names):
         raise _no_names(place, "holds numbers with a point")
     return names
+
+
+def units_told(tell: Callable[[int], Any], count: int, place: str) -> UnitNumbers:
+    """Ask code of the user's own for the unit of each example, once; what it says later changes nothing.
+
+    Raises:
+        DatasetError: as :func:`unit_names`; all that ``tell`` raises is raised.
+    """
+    numbers = UnitNumbers()
+    numbers.add(unit_names([tell(index) for index in range(count)], f"{place}, unit(index)"))
+    return numbers
 
 
 def _as_arrow(column: Any, place: str) -> Any:

@@ -10,7 +10,7 @@ that the shares do not add up to, is no mechanism.
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -42,6 +42,21 @@ def _public_name(unit: str) -> str:
 
 UnitName = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_public_name)]
 """The public name of what epsilon protects: it is in verdicts, in reports and in the ledger."""
+
+
+class UnitTerms(NamedTuple):
+    """What epsilon protects as a whole, as :class:`Mechanism` has it.
+
+    Attributes:
+        unit: its public name.
+        rows_per_unit: k, the most rows of one that a step computes, with their versions.
+        copies: versions of each row among them.
+    """
+
+    unit: str = EXAMPLE
+    rows_per_unit: int = 1
+    copies: int = 1
+
 
 AccountantName = Literal["rdp", "pld"]
 """Accountants that can hold a cap: Renyi differential privacy, or privacy loss distributions."""
@@ -124,7 +139,7 @@ class Mechanism(NoiseTerms, Message):
     def _sent_examples_are_all_used(self) -> Self:
         if self.max_participations is not None and (self.sample_rate != 1 or not self.private):
             raise ValueError("examples that a client sends are private, and none is left to chance")
-        if self.max_participations is not None and (self.unit, self.rows_per_unit) != ("example", 1):
+        if self.max_participations is not None and (self.unit, self.rows_per_unit) != (EXAMPLE, 1):
             raise ValueError("an example that a client sends is a unit of its own")
         return self
 

@@ -17,7 +17,9 @@ from raycloak.coordinator.report.words import (
     participation_rows,
     sealed_text,
     unit_text,
+    units_word,
 )
+from raycloak.workers.terms.mechanism import EXAMPLE
 
 if TYPE_CHECKING:
     from raycloak.coordinator.config.run import RunConfig
@@ -51,7 +53,7 @@ def plan_rows(plan: "Plan") -> Iterator[tuple[str, str]]:
     mechanism = plan.mechanism
     normalised = ", normalised" if mechanism.clipping == "normalised" else ""
     yield "noise multiplier", f"{mechanism.noise_multiplier:.4g}, clipping norm {mechanism.max_grad_norm:g}{normalised}"
-    if (mechanism.unit, mechanism.copies) != ("example", 1):
+    if (mechanism.unit, mechanism.copies) != (EXAMPLE, 1):
         yield "unit", unit_text(mechanism)
     if mechanism.max_participations is not None:
         most = f"{mechanism.num_examples:,} at most in a step, {mechanism.expected_batch_size:g} expected"
@@ -59,8 +61,8 @@ def plan_rows(plan: "Plan") -> Iterator[tuple[str, str]]:
         yield from participation_rows(mechanism.max_participations, mechanism.steps)
     else:
         epochs = f"{mechanism.steps * mechanism.sample_rate:.3g} epochs in {mechanism.steps} steps"
-        counted = "examples" if mechanism.unit == "example" else "units"
-        yield "sample rate", f"{mechanism.sample_rate:.4g} of {mechanism.num_examples:,} {counted}, {epochs}"
+        counted = f"{mechanism.num_examples:,} {units_word(mechanism)}"
+        yield "sample rate", f"{mechanism.sample_rate:.4g} of {counted}, {epochs}"
     # Where there is more than training: each mechanism with what it would cost alone.
     for each in plan.mechanism_costs if len(plan.mechanism_costs) > 1 else ():
         times = "once" if each.releases == 1 else f"{each.releases} times"

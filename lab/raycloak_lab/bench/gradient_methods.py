@@ -20,7 +20,7 @@ from raycloak.metrics.errors import ConfigError
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.numerics import choose_kernels
 from raycloak.workers.models.models import LossFn, read_flat
-from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.mechanism import EXAMPLE, Mechanism
 from raycloak_lab.bench.gradient_cases import BenchCase, Features
 
 CLIP: Final = 1.0
@@ -290,7 +290,7 @@ def bench_mechanism(case: BenchCase, dimension: int, rows_per_unit: int = 1) -> 
         gamma_log2=-20,
         clamp=100.0,
         sigma=2.0**21,
-        unit="example" if rows_per_unit == 1 else "unit",
+        unit=EXAMPLE if rows_per_unit == 1 else "unit",
         rows_per_unit=rows_per_unit,
         micro_batch_size=case.rows // rows_per_unit,
         micro_batches=case.micro_batches,

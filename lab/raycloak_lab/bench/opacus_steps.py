@@ -30,7 +30,7 @@ from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.models.models import build_model, loss_function, trainable_tensors
 from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.manifest import OptimizerSpec
-from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.mechanism import EXAMPLE, Mechanism
 
 
 class OpacusTraining:
@@ -47,7 +47,7 @@ class OpacusTraining:
 
     def __init__(self, config: RunConfig, base: Path, mechanism: Mechanism) -> None:
         assert config.dataset is not None, "a peer trains on data that is named"
-        if mechanism.clipping != "norm" or mechanism.unit != "example":
+        if mechanism.clipping != "norm" or mechanism.unit != EXAMPLE:
             raise _no_peer("plain Opacus has neither normalised clipping nor units of rows", "the run without them")
         # Checks of a model choose deterministic kernels; Opacus' users have torch's default.
         torch.set_deterministic_debug_mode("default")

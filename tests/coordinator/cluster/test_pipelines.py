@@ -62,7 +62,7 @@ def test_guarantee_a_pipeline_runs_on_a_ray_of_its_own_and_leaves_its_rows_alone
     pytest.importorskip("pandas", reason="needs pandas (pip install 'raycloak[data]')")
     folder = run_python.folder
     blocks = blocks_of((ROOT / "docs" / "data.md").read_text(), "docs/data.md")
-    (pipeline,) = (block.body for block in blocks if block.language == "python")
+    (pipeline,) = (block.body for block in blocks if block.language == "python" and "ray.data" in block.body)
     # Tasks find what stands beside the pipeline, too.
     (folder / "neighbour.py").write_text(NEIGHBOUR)
     (folder / "pipeline.py").write_text(

@@ -328,5 +328,5 @@ def test_versions_of_rows_are_in_the_descriptor_and_change_what_is_computed():
     section = DatasetConfig.model_validate(table)
     found = descriptor(section)
     assert found.augment == Augmentation(kind="shift", copies=2, pixels=1)
-    assert (section.rows_each, found.rows_per_unit) == (2, 1)
+    assert (section.unit_terms.rows_per_unit, found.rows_per_unit) == (2, 1)
     assert found.identity_digest() != found.model_copy(update={"augment": None}).identity_digest()

@@ -27,7 +27,7 @@ from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.payer import PayingAccount, paying_account
 from raycloak.coordinator.planning.plan import make_plan, plan_mechanism
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError, RefusedError
-from raycloak.workers.terms.mechanism import MAX_CLIP, MIN_CLIP
+from raycloak.workers.terms.mechanism import MAX_CLIP, MIN_CLIP, UnitTerms
 from raycloak.workers.vectors.noise import decompose
 
 README = Path(__file__).resolve().parents[3] / "README.md"
@@ -93,6 +93,15 @@ def test_the_mechanism_does_not_depend_on_the_number_of_workers(workers: int):
     assert plan_mechanism(config(num_workers=workers, **sampled), 1437, 4810) == plan_mechanism(
         config(**sampled), 1437, 4810
     )
+
+
+def test_units_of_examples_in_memory_are_those_of_their_descriptor():
+    units = UnitTerms("visit", 6, 2)
+    plan = make_plan(config(micro_batch_size=13), 1437, 4810, units=units)
+    assert (plan.mechanism.unit, plan.mechanism.rows_per_unit, plan.mechanism.copies) == units
+    assert plan.mechanism.micro_batch_size == 2
+    with pytest.raises(ConfigError, match="unit_too_large"):
+        make_plan(config(micro_batch_size=5), 1437, 4810, units=units)
 
 
 def test_noise_covers_the_rounded_sensitivity_and_the_rounding_variance():

@@ -20,6 +20,7 @@ from raycloak.workers.inputs.in_memory import export_in_memory
 from raycloak.workers.inputs.unit_names import unit_names
 from raycloak.workers.inputs.user_code import unexecuted_digest
 from raycloak.workers.inputs.void import for_owner
+from raycloak.workers.terms.mechanism import UnitTerms
 from tests.tiny_text import write_tokenizer
 from tests.workers.inputs.given_dataset import Given
 
@@ -156,7 +157,9 @@ def test_a_dataset_in_memory_names_units_and_no_name_is_written(tmp_path: Path) 
     data = described.open_slices(tmp_path)
     assert (described.unit, described.rows_per_unit, rows_of(data)) == ("unit", 2, ROWS)
     assert b"mueller" not in (tmp_path / "examples.npz").read_bytes()
-    for attributes in ({"unit": WHOSE.__getitem__}, {"rows_per_unit": 2}, {"unit": "who", "rows_per_unit": 2}):
+    assert described.unit_terms == UnitTerms("unit", 2, 1)
+    told = {"unit": WHOSE.__getitem__}
+    for attributes in (told, {"rows_per_unit": 2}, {"unit": "who", "rows_per_unit": 2}, told | {"rows_per_unit": 257}):
         with pytest.raises(DatasetError, match="dataset_unit"):
             export_in_memory(Given([([0.0], 0)], **attributes), tmp_path / "other.npz")
 
