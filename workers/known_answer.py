@@ -176,8 +176,10 @@ def known_answer(
     """
     # A full batch: every row of every micro-batch is computed, and none is padding.
     count, rows_each = mechanism.micro_batch_size * mechanism.micro_batches, mechanism.rows_chosen
-    public = mechanism.model_copy(update={"num_examples": count, "virtual_workers": 1, "sample_rate": 1.0})
-    rows = count * rows_each
+    # As many in each part of the slice, of which the first is drawn.
+    units_known = count * mechanism.bands
+    public = mechanism.model_copy(update={"num_examples": units_known, "virtual_workers": 1, "sample_rate": 1.0})
+    rows = units_known * rows_each
     _, labels = dataset.batch(np.empty(0, np.int64))
     synthetic = ArrayDataset(_features(dataset, rows, vocabulary or 1), _fill(labels, rows, "labels", classes))
     # There are no rows without an example, so any may be the spare one.

@@ -120,6 +120,9 @@ class StepRequest(Message):
         commitments: to the slices of all virtual workers, in order; the receipt has their root.
         ranges: each aggregator's part of the parameters, in order.
         batches: SHA-256 of each batch that a client sent for the step, in order; empty where data is registered.
+        past: number of earlier steps of which models are given, so that sums that this step mixes can be computed.
+        input_before: input digest of the step before the oldest model that is given; empty before step 0, and where
+            noise is not correlated.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/step-request/v1"
@@ -129,6 +132,8 @@ class StepRequest(Message):
     commitments: tuple[bytes, ...]
     ranges: tuple[VectorRange, ...]
     batches: tuple[bytes, ...] = ()
+    past: int = Field(default=0, ge=0)
+    input_before: bytes = b""
 
 
 class StepReply(Message):

@@ -6,7 +6,8 @@ Assumes: its caller, `raycloak.workers.train_worker.TrainWorker`, lets no text o
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from raycloak.workers.terms.receipt import Receipt, check_receipt, data_root
 from raycloak.workers.terms.step_input import step_input
 from raycloak.workers.vectors.payload import VectorRange, VerifiedAttempt, payload_key, seal_header, tag_payload
 from raycloak.workers.vectors.ring import RingVector
-from raycloak.workers.virtual_worker import EncodedVector
+from raycloak.workers.virtual_worker import EncodedVector, OwnSum
 from raycloak.workers.workload import PlannedWorkload
 
 Place = tuple[Query, int, bytes, bytes]
@@ -94,6 +95,73 @@ class HostedSum:
         self._place, self._words, self.tags, self.counted = place, None, {}, {}
 
 
+class PastSums:
+    """The sums of a worker's newest steps, which its next vectors mix; empty where noise is not correlated.
+
+    Hides which sums are still of use: those of the steps whose inputs lead to the present one.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, dict[int, OwnSum]] = {}
+        self._inputs: dict[int, bytes] = {}
+
+    def follow(self, inputs: Mapping[int, bytes], oldest: int) -> None:
+        """Keep the sums of steps from ``oldest`` on that lead to these consecutive ``inputs``, and no others.
+
+        Args:
+            inputs: input digests by step, each chained to the one before; verified.
+        """
+        first = min(inputs)
+        # The digest of a step fixes all before it.
+        related = self._inputs.get(first) == inputs[first]
+        for step in [*self._inputs]:
+            followed = inputs[step] == self._inputs[step] if step in inputs else related and step < first
+            if not followed or step < oldest:
+                del self._inputs[step]
+                self._sums.pop(step, None)
+        self._inputs |= inputs
+
+    def drop_all_but(self, hosted: tuple[int, ...]) -> None:
+        """Drop the sums of other virtual workers."""
+        for sums in self._sums.values():
+            for v in sums.keys() - set(hosted):
+                del sums[v]
+
+    def keep(self, step: int, v: int, own: OwnSum) -> None:
+        """Keep the sum of one of the steps that are followed."""
+        require_bound(step in self._inputs, "a sum that is kept is of a step that leads to the present one")
+        self._sums.setdefault(step, {})[v] = own
+
+    def lacking(self, step: int, hosted: Sequence[int]) -> list[int]:
+        """Return the virtual workers whose sum of a step is not there."""
+        return [v for v in hosted if v not in self._sums.get(step, {})]
+
+    def input_of(self, step: int) -> bytes:
+        """Return the input digest of a step that is followed."""
+        return self._inputs[step]
+
+    def of(self, v: int, steps: Iterable[int]) -> list[OwnSum]:
+        """Return a virtual worker's sums of some steps, all of which are there."""
+        return [self._sums[step][v] for step in steps]
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """The input of an attempt, as its receipt is for it.
+
+    Attributes:
+        digest: of the input.
+        paid: the receipt.
+        flat: the parameters, float32[d]. past: those of earlier steps that were given, by step, and what their digest
+            must be.
+    """
+
+    digest: bytes
+    paid: Receipt
+    flat: np.ndarray
+    past: Mapping[int, tuple[Sequence[np.ndarray], bytes]]
+
+
 class RunMember:
     """A worker that is bound to one manifest.
 
@@ -128,6 +196,7 @@ class RunMember:
         self._threads = planned.workload.word_threads
         # Kept until another step or model is asked for: a new attempt masks it again without computing it.
         self._hosted = HostedSum(planned.workload.words)
+        self._past = PastSums()
         self._clock = planned.workload.words.clock
         # The last answer, by the digest of its roster: a reply that was lost on its way is given again. Its vectors are
         # masked anew, with the same masks, since kept they would be as large as the model.
@@ -190,23 +259,20 @@ class RunMember:
         if self._last and self._last[0] == digest(request.roster.body):
             return self._last[1], self._mask(self._last[2])[0]
         self._check_position(roster)
-        # Verified and computed on one copy: shared memory could change in between.
-        flat = own_copy(parameters, self._threads)
-        # So an engine may load it once for all virtual workers.
-        flat.setflags(write=False)
         contents = own_batches(batches, request.batches)
-        inputs, paid = self._check_input(receipt, roster, flat, request.batches)
-        self._check_data(paid, roster, request.commitments)
+        given = self._check_input(receipt, roster, request, parameters)
+        self._check_data(given.paid, roster, request.commitments)
         sent = self._sent_step(roster, contents)
         self._peers.appraise(roster, request.presentations, self._admission)
         # All checks are done. The position moves before anything is computed, so a failure cannot reopen the attempt.
         self._advance(roster)
         mechanism = self.manifest.computation.mechanism_of(roster.query)
 
-        self._compute(roster, inputs, paid.data_root, flat, sent)
+        self._compute(roster, given, sent)
+        mixed = 1 + self.manifest.computation.reach(roster.step) if mechanism.bands > 1 else 0
+        attempt = VerifiedAttempt.of(roster, given.digest, request.ranges, mechanism.ring_bits, mixed)
         # The model has them now.
-        del flat
-        attempt = VerifiedAttempt.of(roster, inputs, request.ranges, mechanism.ring_bits)
+        del given
         vectors, header = self._mask(attempt)
         usage = clock.stop()
 
@@ -242,12 +308,31 @@ class RunMember:
             raise ProtocolError("step_fenced", f"step {roster.step} attempt {roster.attempt} is over for this worker")
 
     def _check_input(
-        self, envelope: Envelope, roster: Roster, flat: np.ndarray, batches: Sequence[bytes]
-    ) -> tuple[bytes, Receipt]:
-        """Return the digest of the step's input that really arrived, and the receipt, which was verified for it."""
-        manifest, tensors = self.manifest, self.planned.workload.facts.tensors
-        model = model_digest(tensors, tensor_digests(flat, tensors, self._threads))
-        inputs = step_input(model, batches)
+        self, envelope: Envelope, roster: Roster, request: StepRequest, parameters: Sequence[np.ndarray]
+    ) -> _Verified:
+        """Return the step's input that really arrived, with the receipt, which was verified for it.
+
+        Guarantee: sums of earlier steps that are kept, and models that they may be computed of, are of the steps that
+        were charged before this one.
+        """
+        manifest, ranges = self.manifest, len(request.ranges)
+        chained = manifest.computation.mechanism_of(roster.query).bands > 1
+        reach = manifest.computation.reach(roster.step) if chained else 0
+        if request.past > reach or len(parameters) != ranges * (request.past + 1):
+            raise ProtocolError("past_mismatch", f"step {roster.step} mixes sums of {reach} steps before")
+        # Verified and computed on one copy: shared memory could change in between.
+        flat = own_copy(parameters[-ranges:], self._threads)
+        # So an engine may load it once for all virtual workers.
+        flat.setflags(write=False)
+        past, first = dict[int, tuple[Sequence[np.ndarray], bytes]](), roster.step - request.past
+        chain = {first - 1: request.input_before}
+        for index, step in enumerate(range(first, roster.step)):
+            parts = parameters[ranges * index : ranges * (index + 1)]
+            past[step] = parts, self._model_digest(own_copy(parts, self._threads))
+            chain[step] = step_input(past[step][1], (), chain[step - 1])
+        model = self._model_digest(flat)
+        before = chain[roster.step - 1] if chained else b""
+        inputs = step_input(model, request.batches, before)
         receipt = check_receipt(
             envelope,
             ledger_key=manifest.ledger_key,
@@ -266,7 +351,13 @@ class RunMember:
         self._fencing = receipt.fencing
         if (roster.query, roster.step) == ("gradient", 0) and model != manifest.computation.initial_parameters:
             raise ProtocolError("parameters_mismatch", "step 0 does not start from the manifest's parameters")
-        return inputs, receipt
+        if chained:
+            self._past.follow(chain | {roster.step: inputs}, roster.step - reach)
+        return _Verified(inputs, receipt, flat, past)
+
+    def _model_digest(self, flat: np.ndarray) -> bytes:
+        tensors = self.planned.workload.facts.tensors
+        return model_digest(tensors, tensor_digests(flat, tensors, self._threads))
 
     def _sent_step(self, roster: Roster, contents: Sequence[bytes]) -> SentStep | None:
         """Return the step's batches, still sealed; None where the run's data is registered.
@@ -323,21 +414,57 @@ class RunMember:
         own = roster.member(self._attester.member_id)
         self._keys = {place: keys for place, keys in self._keys.items() if place[1] in own.virtual_workers}
         self._hosted.drop_all_but(own.virtual_workers)
+        self._past.drop_all_but(own.virtual_workers)
         self._peers.meet(roster)
 
-    def _compute(self, roster: Roster, inputs: bytes, root: bytes, flat: np.ndarray, sent: SentStep | None) -> None:
+    def _compute(self, roster: Roster, given: _Verified, sent: SentStep | None) -> None:
         """Add the vectors of all hosted virtual workers; those kept for this step are not computed again."""
-        hosted = roster.member(self._attester.member_id).virtual_workers
+        hosted, root = roster.member(self._attester.member_id).virtual_workers, given.paid.data_root
         computer = self.planned.computers[roster.query]
-        missing = self._hosted.missing(hosted, (roster.query, roster.step, inputs, root))
+        missing = self._hosted.missing(hosted, (roster.query, roster.step, given.digest, root))
+        earlier = self._mixed_before(roster)
+        self._recompute(roster, given, missing, earlier)
         if missing and roster.query == "gradient":
-            self.planned.check_released(roster.step, flat)
+            self.planned.check_released(roster.step, given.flat)
         for v in missing:
             keys = self._key(roster, v)
             rows = None if sent is None else sent.rows(v, keys)
-            of_step = roster.step, inputs, root, flat
-            # Given away at once: a name would keep a vector in memory while the next one is computed.
-            self._hosted.add(v, computer.vector(v, keys, *of_step, rows, self._is_cancelled))
+            of_step = roster.step, given.digest, root, given.flat
+            vector = computer.vector(v, keys, *of_step, rows, self._is_cancelled, self._past.of(v, earlier))
+            if vector.own is not None:
+                self._past.keep(roster.step, v, vector.own)
+            self._hosted.add(v, vector)
+            # A name would keep a vector in memory while the next one is computed.
+            del vector
+
+    def _mixed_before(self, roster: Roster) -> range:
+        """Return the earlier steps whose sums a step mixes, the newest first."""
+        computation = self.manifest.computation
+        reach = computation.reach(roster.step) if roster.query == "gradient" else 0
+        return range(roster.step - 1, roster.step - 1 - reach, -1)
+
+    def _recompute(self, roster: Roster, given: _Verified, hosted: Sequence[int], earlier: range) -> None:
+        """Compute the sums of earlier steps that are to be mixed and are not here, as after a move.
+
+        Raises:
+            ProtocolError: ``past_missing`` without the model of such a step.
+        """
+        computer = self.planned.computers[roster.query]
+        for step in reversed(earlier):
+            lacking = self._past.lacking(step, hosted)
+            if not lacking:
+                continue
+            if step not in given.past:
+                raise ProtocolError("past_missing", f"step {roster.step} mixes sums of step {step}, of no model here")
+            parts, digest_of_model = given.past[step]
+            flat = own_copy(parts, self._threads)
+            flat.setflags(write=False)
+            if self._model_digest(flat) != digest_of_model:
+                raise ProtocolError("parameters_mismatch", f"the model of step {step} changed while it was read")
+            of_step = step, self._past.input_of(step), given.paid.data_root, flat
+            for v in lacking:
+                own = computer.own_sum(v, self._key(roster, v), *of_step, self._is_cancelled)
+                self._past.keep(step, v, own)
 
     def _counted(self, mechanism: Mechanism, roster: Roster) -> tuple[PublicSums, ...] | None:
         """Return the exact sums of each hosted virtual worker, in order; None where there are none.
@@ -369,7 +496,15 @@ class RunMember:
             vectors.append(vector)
             tags.append(tag_payload(key, vector))
         vector_tags = [self._hosted.tags[v] for v in own]
-        header = seal_header(attempt, own_id, self._attester.identity, vector_tags=vector_tags, payload_tags=tags)
+        steps = (roster.step, *self._mixed_before(roster)) if attempt.mixed else ()
+        header = seal_header(
+            attempt,
+            own_id,
+            self._attester.identity,
+            vector_tags=vector_tags,
+            payload_tags=tags,
+            sum_tags=[tuple(each.tag for each in self._past.of(v, steps)) for v in own] if steps else [],
+        )
         return tuple(vectors), header
 
     def _masks(self, attempt: VerifiedAttempt, private: bool) -> Sequence[Sequence[tuple[Secret, int]]]:

@@ -4,14 +4,16 @@ Host, attempt, roster and arrival order do not enter it, so a vector recomputed 
 recovery safe: two attempts of a step decode to one value.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from raycloak.attestation.core.keys import Purpose, derive
+from raycloak.attestation.core.roster import Query
 from raycloak.attestation.keys.release import VirtualWorkerKeys
 from raycloak.metrics.errors import ProtocolError
 from raycloak.metrics.proof_bounds import require_bound
@@ -27,6 +29,9 @@ from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.vectors.sampling import draw_ids, uniform_words, unit_places
 from raycloak.workers.vectors.vector_tag import vector_tag
 
+_KeyContext = tuple[Query, int, bytes, bytes, bytes]
+"""Query, step, step input, slice digest and data root: what the keys of a step's streams and tags depend on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -40,17 +45,31 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnSum:
+    """A clamped and encoded sum of one step, before it is mixed and has noise; it never leaves its worker.
+
+    Attributes:
+        values: words of the computer's, opaque to all but these.
+    """
+
+    values: Any
+    tag: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class EncodedVector:
     """A clamped, encoded and noised sum in the ring, with its keyed tag.
 
     Attributes:
         values: a vector of the computer's words, opaque to all but these.
         counted: exact sums over its examples; None where the mechanism is private, and of measurements.
+        own: its step's part of it; None where sums are not mixed.
     """
 
     values: Any
     tag: bytes
     counted: PublicSums | None = None
+    own: OwnSum | None = None
 
 
 class VirtualWorkerComputer:
@@ -117,6 +136,7 @@ class VirtualWorkerComputer:
         parameters: np.ndarray,
         sent: SentRows | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
+        past: Sequence[OwnSum] = (),
     ) -> EncodedVector:
         """Sample, clip, encode and noise virtual worker ``v``'s contribution to ``step``.
 
@@ -131,6 +151,7 @@ class VirtualWorkerComputer:
             sent: the examples that a client sent this virtual worker for the step, all of which are used; None exactly
                 where the run's data is registered.
             is_cancelled: is asked before every micro-batch.
+            past: sums of the steps before, the newest first, that the mechanism mixes into this one.
 
         Returns:
             d words of the ring, owned by the caller.
@@ -138,32 +159,72 @@ class VirtualWorkerComputer:
         Raises:
             ProtocolError: ``cancelled``, and no further micro-batch is computed.
         """
-        mechanism, data = self._mechanism, self.slice(v)
-        context = (mechanism.query, step, step_input, data.digest, data_root)
-        batches = _until_cancelled(self._batches(keys, data, context, sent), is_cancelled)
+        mechanism = self._mechanism
+        context = self._context(v, step, step_input, data_root)
+        noise = derive(keys.stream, Purpose.NOISE, *context) if mechanism.private else None
+        if mechanism.bands == 1:
+            clipped_sum = self._clipped_sum(v, keys, context, parameters, sent, is_cancelled)
+            vector, own = self._words.encoded(clipped_sum, mechanism, noise), None
+        else:
+            assert noise is not None, "only a private mechanism mixes sums"
+            own = self.own_sum(v, keys, step, step_input, data_root, parameters, is_cancelled)
+            vector = self._words.mixed([own.values, *(each.values for each in past)], mechanism, noise)
+        return EncodedVector(vector, self._tag(keys, Purpose.VECTOR_TAG, context, vector), self._engine.counted, own)
+
+    def own_sum(
+        self,
+        v: int,
+        keys: VirtualWorkerKeys,
+        step: int,
+        step_input: bytes,
+        data_root: bytes,
+        parameters: np.ndarray,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> OwnSum:
+        """Sample, clip and encode virtual worker ``v``'s examples of ``step``, without noise; as :meth:`vector`."""
+        context = self._context(v, step, step_input, data_root)
+        clipped_sum = self._clipped_sum(v, keys, context, parameters, None, is_cancelled)
+        values = self._words.encoded(clipped_sum, self._mechanism, None)
+        return OwnSum(values, self._tag(keys, Purpose.SUM_TAG, context, values))
+
+    def _context(self, v: int, step: int, step_input: bytes, data_root: bytes) -> _KeyContext:
+        return self._mechanism.query, step, step_input, self.slice(v).digest, data_root
+
+    def _clipped_sum(
+        self,
+        v: int,
+        keys: VirtualWorkerKeys,
+        context: _KeyContext,
+        parameters: np.ndarray,
+        sent: SentRows | None,
+        is_cancelled: Callable[[], bool],
+    ) -> list[Tensor]:
+        batches = _until_cancelled(self._batches(keys, self.slice(v), context, sent), is_cancelled)
         clock = self._words.clock
         # A measurement's engine tells of no phases.
         clock.begin("model")
         clipped_sum = self._engine.clipped_sum(parameters, batches)
         clock.begin("words")
-        noise = derive(keys.stream, Purpose.NOISE, *context) if mechanism.private else None
-        vector = self._words.encoded(clipped_sum, mechanism, noise)
-        leaves = self._words.leaves(vector, self._engine.sizes)
-        tag = vector_tag(derive(keys.stream, Purpose.VECTOR_TAG, *context), mechanism.ring_bits, leaves)
-        return EncodedVector(vector, tag, self._engine.counted)
+        return clipped_sum
+
+    def _tag(self, keys: VirtualWorkerKeys, purpose: Purpose, context: _KeyContext, values: Any) -> bytes:
+        leaves = self._words.leaves(values, self._engine.sizes)
+        return vector_tag(derive(keys.stream, purpose, *context), self._mechanism.ring_bits, leaves)
 
     def _batches(
-        self, keys: VirtualWorkerKeys, data: Slice, context: tuple[str | int | bytes, ...], sent: SentRows | None
+        self, keys: VirtualWorkerKeys, data: Slice, context: _KeyContext, sent: SentRows | None
     ) -> Iterator[MicroBatch]:
         """Return the micro-batches of a step, whose keys have this ``context``."""
-        mechanism = self._mechanism
+        mechanism, step = self._mechanism, context[1]
         places = unit_places(
             derive(keys.stream, Purpose.PLACES, *context), mechanism.micro_batch_size, mechanism.micro_batches
         )
         found: NDArray[np.bool_] | bool = True
         if sent is None:
             sampling = derive(keys.stream, Purpose.SAMPLING, *context)
-            ids = draw_ids(sampling, data.ids, mechanism.sample_rate, len(places))
+            # With correlated noise an example takes part in one of `bands` consecutive steps at most.
+            part = data.ids[step % mechanism.bands :: mechanism.bands]
+            ids = draw_ids(sampling, part, mechanism.sample_rate, len(places))
         else:
             # All slots of the step, the empty ones too: a missing example leaves every other one in its row.
             ids, found = data.ids, sent.present(data.ids)

@@ -41,6 +41,7 @@ class Purpose(StrEnum):
     NOISE_INDEX = "raycloak/stream/noise-index/v1"
     NOISE_RESIDUE = "raycloak/stream/noise-residue/v1"
     VECTOR_TAG = "raycloak/vector-tag/v2"
+    SUM_TAG = "raycloak/sum-tag/v1"
     PAIR = "raycloak/pair/v1"
     PAIR_RATCHET = "raycloak/pair-ratchet/v1"
     MASK_CIRCLE = "raycloak/mask-circle/v1"

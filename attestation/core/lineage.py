@@ -42,6 +42,8 @@ class TensorDigests(Message):
         content: SHA-256 of its values.
         state: digest of the rule's arrays for it, the average included; empty without any.
         averaged: SHA-256 of its averaged values; empty, and left out of the bytes, where none are kept.
+        solved: SHA-256 of its part of each release that the next one is solved by, the newest first; left out of the
+            bytes where there are none. See docs/proofs/013-correlated-noise.md.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/tensor-digests/v1"
@@ -51,6 +53,7 @@ class TensorDigests(Message):
     content: bytes
     state: bytes = b""
     averaged: bytes = Field(default=b"", exclude_if=lambda averaged: not averaged)
+    solved: tuple[bytes, ...] = Field(default=(), exclude_if=lambda solved: not solved)
 
 
 def parameters_digest(tensors: Sequence[TensorDigests]) -> bytes:
@@ -70,7 +73,8 @@ class ModelPoint(Message):
 
     Attributes:
         parameters: model digest; of a measurement, the digest of its values.
-        state: digest of all that the update rule keeps, averaged weights included.
+        state: digest of all that the update rule keeps, averaged weights included, and of the releases that the next
+            one is solved by.
         averaged: model digest of the averaged weights; empty, and left out of the bytes, where none are kept.
     """
 
@@ -96,7 +100,9 @@ class ModelPoint(Message):
         # A tensor without state has no part in it, so the state before the first step is the same for every model.
         kept: list[bytes | str] = []
         for tensor in tensors:
-            if tensor.state:
+            if tensor.solved:
+                kept += (tensor.name, digest(length_prefixed("raycloak/solved/v1", tensor.state, *tensor.solved)))
+            elif tensor.state:
                 kept += (tensor.name, tensor.state)
         averages = [each.model_copy(update={"content": each.averaged}) for each in tensors if each.averaged]
         averaged = parameters_digest(averages) if averages else b""

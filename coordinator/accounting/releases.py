@@ -81,13 +81,15 @@ Releases = tuple[Release, ...]
 def cut_of(mechanism: Mechanism) -> Cut | None:
     """Return the cut that a mechanism's fixed shape makes, whatever pays for it; None if every draw fits."""
     capacity = mechanism.micro_batch_size * mechanism.micro_batches
-    return cut_at(mechanism.num_examples, mechanism.virtual_workers, capacity)
+    return cut_at(mechanism.num_examples, mechanism.virtual_workers, capacity, mechanism.bands)
 
 
-def cut_at(num_examples: int, virtual_workers: int, capacity: int) -> Cut | None:
-    """Return the cut of slices of examples to ``capacity``; None if each slice fits whole."""
+def cut_at(num_examples: int, virtual_workers: int, capacity: int, parts: int = 1) -> Cut | None:
+    """Return the cut of slices of examples, or of the parts of each, to ``capacity``; None if each fits whole."""
+    # Slices differ by one example at most, and so do all parts of them together.
     smallest, larger = divmod(num_examples, virtual_workers)
-    sizes = tuple(sorted({smallest, smallest + bool(larger)}))
+    slices = (smallest, smallest + bool(larger))
+    sizes = tuple(sorted({(size + more) // parts for size in slices for more in (0, parts - 1)}))
     return Cut(sizes, capacity) if capacity < sizes[-1] else None
 
 

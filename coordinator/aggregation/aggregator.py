@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.attestation.attester.attester import Attester, EvidenceSource
+from raycloak.attestation.core.counted_noise import COEFFICIENT_UNIT
 from raycloak.attestation.core.evidence import Challenge
 from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.core.lineage import ModelPoint, RangeRelease, StepRelease, TensorDigests
@@ -23,8 +24,9 @@ from raycloak.attestation.core.roster import Roster, open_roster
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.aggregation.update_rules import Optimizer, require_source
 from raycloak.metrics.errors import ProtocolError, SenderError
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
-from raycloak.workers.terms.binding import Binding, check_binding, vectors_digest
+from raycloak.workers.terms.binding import Binding, check_binding, sum_digests, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import values_digest
 from raycloak.workers.terms.model_digest import with_state
@@ -57,6 +59,7 @@ class ReduceRequest(Message):
         ranges: the cut of the parameters.
         before: digests of all tensors and of their state, where parameters are updated.
         batches: digests of the batches.
+        input_before: input digest of the step before, where noise is correlated; empty elsewhere, and for step 0.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/reduce-request/v1"
@@ -67,6 +70,7 @@ class ReduceRequest(Message):
     ranges: tuple[VectorRange, ...]
     before: tuple[TensorDigests, ...] = ()
     batches: tuple[bytes, ...] = ()
+    input_before: bytes = b""
 
 
 class ReduceReport(Message):
@@ -168,21 +172,26 @@ class MaskedAggregator:
         binding: Envelope,
         parameters: NDArray[np.float32],
         state: State,
-        *vectors: RingVector,
-    ) -> tuple[ReduceReport, NDArray[np.float32], State]:
-        """Verify, sum and decode; divide by the public batch size; update.
+        *given: NDArray[Any],
+    ) -> tuple[ReduceReport, NDArray[np.float32], State, *tuple[NDArray[np.float32], ...]]:
+        """Verify, sum and decode; divide by the public batch size; solve correlated noise; update.
 
         Guarantee: decodes only the sum of vectors that signed headers of this very attempt describe. There is one
         vector per worker of the roster, and together they cover every virtual worker exactly once. The ledger has
         bound the step to the tags in these headers. Anything else is refused and named before a single word is added.
 
         Guarantee: updates only the parameters that the step was charged for, and signs what they and the rule's state
-        were, and have become.
+        were, and have become. So it does of the releases that this one is solved by.
 
         Args:
             binding: the ledger's, for the step; see `raycloak.workers.terms.binding`.
             parameters: the range's parameters, float32, in memory that nobody else can write to.
-            vectors: masked ring words of the range, one per header.
+            given: where noise is correlated, what this returned for each step whose sums this one mixes, the newest
+                first. Then the masked ring words of the range, one per header.
+
+        Returns:
+            (report, parameters, state); and where noise is correlated the released gradient, float32, which is as if
+            its own step alone were in it: ``x_t = y_t - Σ c_j x_(t-j)`` of the averages ``y``.
 
         Raises:
             SenderError: a vector or header does not match; it names the sender.
@@ -192,18 +201,23 @@ class MaskedAggregator:
         started = time.perf_counter()
         verified = self._verify(request, updates=True)
         step = verified.roster.step
-        before = self._before(request, parameters, state)
+        computation, tensors = self._part.manifest.computation, self._part.range.tensors
+        reach = computation.reach(step)
+        solved, vectors = given[:reach], given[reach:]
+        own = with_state(parameters, state, tensors, self._threads, solved)
+        before = self._before(request, own)
         # In float32, as the rule takes it: the decoded sum is then never in memory as a whole.
-        average, bound = self._average(verified, binding, vectors, np.float32)
-        private = self._part.manifest.computation.mechanism.private
+        average, bound = self._average(verified, binding, vectors, np.float32, solved)
         # First: a rule may work in the average's memory.
-        squares = None if private else _squares(average)
+        squares = None if computation.mechanism.private else _squares(average)
+        kept = [average.copy()] if computation.mechanism.bands > 1 else []
         updated, new_state = self._part.rule.update(parameters, average, state, step)
-        after = with_state(updated, new_state, self._part.range.tensors, self._threads)
+        following = (*kept, *solved)[: computation.reach(step + 1)]
+        after = with_state(updated, new_state, tensors, self._threads, following)
         signed = self._signed(verified, request, bound, before, ModelPoint.of(after))
         release = RangeRelease(release=signed, tensors=after)
         report = ReduceReport(release=release, seconds=time.perf_counter() - started, squares=squares)
-        return report, updated, new_state
+        return report, updated, new_state, *kept
 
     def measure(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> ReleasedAverage:
         """Verify, sum, decode and divide by the public divisor, for a measurement. Parameters and state stay.
@@ -241,18 +255,19 @@ class MaskedAggregator:
             ProtocolError: the request itself does not match; ``query_mismatch`` for a measurement.
         """
         started = time.perf_counter()
+        if self._part.manifest.computation.mechanism.bands > 1:
+            raise ProtocolError("query_mismatch", "a release with correlated noise is solved before it is shown")
         average, _ = self._average(self._verify(request, updates=True), binding, vectors, np.float64)
         return ReduceReport(seconds=time.perf_counter() - started), average
 
-    def _before(self, request: ReduceRequest, parameters: NDArray[np.float32], state: State) -> ModelPoint:
+    def _before(self, request: ReduceRequest, own: tuple[TensorDigests, ...]) -> ModelPoint:
         """Return the whole model that a step starts from; its own range is computed of what was given.
 
         The other ranges' parameters are in the input digest; for their states, their own aggregators sign the same.
         """
-        own = with_state(parameters, state, self._part.range.tensors, self._threads)
         first = self._part.manifest.computation.tensors.index(self._part.range.tensors[0])
         before = ModelPoint.of((*request.before[:first], *own, *request.before[first + len(own) :]))
-        if step_input(before.parameters, request.batches) != request.input_digest:
+        if step_input(before.parameters, request.batches, request.input_before) != request.input_digest:
             raise ProtocolError("parameters_mismatch", "the parameters are not those that the step was charged for")
         return before
 
@@ -269,9 +284,18 @@ class MaskedAggregator:
         return seal(release, self._attester.identity)
 
     def _average(
-        self, verified: _Verified, binding: Envelope, vectors: Sequence[RingVector], dtype: type[F]
+        self,
+        verified: _Verified,
+        binding: Envelope,
+        vectors: Sequence[RingVector],
+        dtype: type[F],
+        solved: Sequence[NDArray[np.float32]] = (),
     ) -> tuple[NDArray[F], Binding]:
-        """Verify binding and vectors, decode the vectors' sum and divide it by the public divisor, in float64."""
+        """Verify binding and vectors, decode the vectors' sum and divide it by the public divisor, in float64.
+
+        Args:
+            solved: earlier releases, of which their part in the sum is taken out.
+        """
         manifest, roster = self._part.manifest, verified.roster
         mechanism = manifest.computation.mechanism_of(roster.query)
         # Of exactly these vectors, so that no second sum of the step is ever decoded.
@@ -283,6 +307,7 @@ class MaskedAggregator:
             step=roster.step,
             manifest_digest=self._part.manifest_digest,
             vectors_digest=vectors_digest([header for header, _ in verified.expected]),
+            sums=sum_digests([header for header, _ in verified.expected]),
             lowest_fencing=self._fencing,
         )
         # Kept, so that an older instance of the ledger is refused from now on.
@@ -293,7 +318,10 @@ class MaskedAggregator:
             with _naming(header.sender):
                 check_payload(key, vector, header, range_index=verified.own.index)
         terms = mechanism.ring_bits, mechanism.gamma_log2, mechanism.expected_batch_size
-        return decoded_average(vectors, *terms, dtype, self._threads), bound
+        parts = [
+            (each / COEFFICIENT_UNIT, part) for each, part in zip(mechanism.coefficients[1:], solved, strict=False)
+        ]
+        return decoded_average(vectors, *terms, dtype, self._threads, parts), bound
 
     def _verify(self, request: ReduceRequest, updates: bool) -> _Verified:
         """Verify a request except for its vectors.
@@ -326,7 +354,8 @@ class MaskedAggregator:
         if request.ranges[own.index : own.index + 1] != (own,):
             raise ProtocolError("range_mismatch", "the request cuts the parameters in another way than this range")
         self._require_cover(roster, len(request.headers), "headers")
-        attempt = VerifiedAttempt.of(roster, request.input_digest, request.ranges, mechanism.ring_bits)
+        mixed = 1 + manifest.computation.reach(roster.step) if mechanism.bands > 1 else 0
+        attempt = VerifiedAttempt.of(roster, request.input_digest, request.ranges, mechanism.ring_bits, mixed)
         expected = []
         for worker, envelope in zip(roster.workers, request.headers, strict=True):
             with _naming(worker.member_id):
@@ -366,16 +395,21 @@ def decoded_average(
     divisor: float,
     dtype: type[F],
     threads: WordThreads = ONE_THREAD,
+    earlier: Sequence[tuple[float, NDArray[np.float32]]] = (),
 ) -> NDArray[F]:
     """Return the decoded sum of equally long vectors over ``divisor``, block by block: the sum never exists as a whole.
 
-    Guarantee: the bits of ``decode(sum, gamma_log2) / divisor`` in float64, rounded to ``dtype``; a
-    value beyond it becomes infinite.
+    Guarantee: the bits of ``decode(sum, gamma_log2) / divisor - c_1 x_1 - c_2 x_2 …`` in float64, in this order,
+    rounded to ``dtype``; a value beyond it becomes infinite.
+
+    Args:
+        earlier: (c, x) of each release whose part in the sum is taken out; as long as the vectors.
     """
+    require_bound(all(part.shape == vectors[0].shape for _, part in earlier), "releases of a range have its length")
     found, block = np.empty(len(vectors[0]), dtype), 2 * CACHE_BLOCK_BYTES // 8
 
     def decode_pieces(pieces: Iterator[range]) -> None:
-        total, real = np.empty(block, ring_dtype(bits)), np.empty(block)
+        total, real, term = np.empty(block, ring_dtype(bits)), np.empty(block), np.empty(block)
         # Here, because a new thread does not inherit it.
         with np.errstate(over="ignore"):
             for part in blocks_of(pieces, block):
@@ -383,7 +417,11 @@ def decoded_average(
                 sums, decoded = total[:length], real[:length]
                 ring_sum([vector[part] for vector in vectors], sums)
                 decode(sums, gamma_log2, decoded)
-                found[part] = np.divide(decoded, divisor, out=decoded)
+                np.divide(decoded, divisor, out=decoded)
+                for coefficient, values in earlier:
+                    np.multiply(values[part], coefficient, out=term[:length], dtype=np.float64)
+                    np.subtract(decoded, term[:length], out=decoded)
+                found[part] = decoded
 
     threads.share(threads.cut(len(found), PIECE_WORDS), decode_pieces)
     return found

@@ -112,8 +112,8 @@ class Aggregator(Protocol):
         binding: "Envelope",
         parameters: Parameters,
         state: "State",
-        *vectors: "RingVector",
-    ) -> "tuple[ReduceReport, Parameters, State]": ...
+        *given: NDArray[Any],
+    ) -> "tuple[ReduceReport, Parameters, State, *tuple[Parameters, ...]]": ...
 
     def measure(
         self, request: "ReduceRequest", binding: "Envelope", *vectors: "RingVector"
@@ -210,17 +210,20 @@ class Reduction:
 
     Attributes:
         updated: new parameters and state of the aggregator's range; None where it released an average.
+        solved: its part of the released gradient; None where noise is not correlated.
         average: what it released; None where it updated.
     """
 
     report: "Reference[ReduceReport]"
     updated: "tuple[Reference[Parameters], Reference[State]] | None" = None
     average: Reference[Average] | None = None
+    solved: Reference[Parameters] | None = None
 
     @property
     def parts(self) -> tuple[Reference[object], ...]:
         """Every reference of the answer, to wait for."""
-        return (self.report, *(self.updated or (self.average,)))
+        parts = (*(self.updated or ()), self.average, self.solved)
+        return (self.report, *(each for each in parts if each is not None))
 
 
 class WorkerActor(_MemberActor):
@@ -283,11 +286,18 @@ class AggregatorActor(_MemberActor):
         parameters: Reference[Parameters],
         state: "Reference[State]",
         vectors: "Sequence[Reference[RingVector]]",
+        solved: Sequence[Reference[Parameters]] | None = None,
     ) -> Reduction:
-        """Have the aggregator's range updated, once the vectors are bound."""
-        own = _given(binding), _given(parameters), _given(state)
-        report, *updated = self._ask(Aggregator.reduce, 3, request, *own, *map(_given, vectors))
-        return Reduction(report, (updated[0], updated[1]))
+        """Have the aggregator's range updated, once the vectors are bound.
+
+        Args:
+            solved: its part of the releases that this one is solved by, the newest first; None where noise is not
+                correlated.
+        """
+        own: list[NDArray[Any]] = [*map(_given, solved or ()), *map(_given, vectors)]
+        of_model, returns = (_given(binding), _given(parameters), _given(state)), 3 if solved is None else 4
+        report, *updated = self._ask(Aggregator.reduce, returns, request, *of_model, *own)
+        return Reduction(report, (updated[0], updated[1]), solved=updated[2] if solved is not None else None)
 
     measure = _Averaged(Aggregator.measure)
     release = _Averaged(Aggregator.release)

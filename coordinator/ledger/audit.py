@@ -52,6 +52,7 @@ class AuditedRun:
         data: the entry that bound it to its data; None before.
         charges: the charged steps of each query, with their entries.
         bound: the steps of each query whose vectors are bound, with their entries.
+        sums: what steps were bound with whose sums later ones mix.
     """
 
     sequence: int
@@ -61,6 +62,7 @@ class AuditedRun:
     data: int | None = None
     charges: dict[Query, dict[int, int]] = field(default_factory=dict)
     bound: dict[Query, dict[int, int]] = field(default_factory=dict)
+    sums: dict[int, bytes] = field(default_factory=dict)
 
     def filed(self) -> Iterator[tuple[int, tuple[Query, int]]]:
         """Yield each entry about one step, with the step's query and number."""
@@ -205,7 +207,11 @@ class AuditedChain:
         _require(charged, entry, f"it binds vectors of step {event.step}, which was not charged before")
         bound = run.bound.setdefault(event.query, {})
         _require(event.step not in bound, entry, f"it binds vectors of step {event.step} a second time")
+        mixed = [run.sums.get(event.step - age) for age in range(1, len(event.sums))]
+        _require(mixed == [*event.sums[1:]], entry, "its vectors mix other sums than earlier steps were bound with")
         bound[event.step] = entry.sequence
+        if event.sums:
+            run.sums[event.step] = event.sums[0]
 
     def _charge(self, entry: LedgerEntry, event: StepCharged) -> None:
         run = self._owned(entry, event)

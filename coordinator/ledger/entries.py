@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self, get_args
 
+from pydantic import Field
+
 from raycloak.attestation.core.canonical import DIGEST_BYTES, digest, length_prefixed
 from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.keys import IdentityKey, signature_is_valid
@@ -199,6 +201,7 @@ class VectorsBound(RunEvent):
     Attributes:
         query, step: as in :class:`StepCharged`.
         vectors_digest: see `raycloak.workers.terms.binding.vectors_digest`.
+        sums: see `raycloak.workers.terms.binding.sum_digests`; left out of the bytes where there are none.
     """
 
     DOMAIN: ClassVar[str] = "vectors_bound"
@@ -206,6 +209,7 @@ class VectorsBound(RunEvent):
     query: Query
     step: int
     vectors_digest: bytes
+    sums: tuple[bytes, ...] = Field(default=(), exclude_if=lambda sums: not sums)
 
 
 class KeyRotated(LedgerEvent):

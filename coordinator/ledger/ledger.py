@@ -53,6 +53,7 @@ from raycloak.coordinator.ledger.rules import (
     now,
     planned,
     registration,
+    require_same_sums,
     run_mismatch,
 )
 from raycloak.coordinator.ledger.store import LedgerStore, Rows, RunRow
@@ -443,21 +444,31 @@ class PrivacyLedger:
         return receipt
 
     def bind_vectors(
-        self, run_id: str, query: Query, step: int, manifest_digest: bytes, vectors_digest: bytes
+        self,
+        run_id: str,
+        query: Query,
+        step: int,
+        manifest_digest: bytes,
+        vectors_digest: bytes,
+        sums: tuple[bytes, ...] = (),
     ) -> Envelope:
         """Bind a charged step to its vectors, and return the signed :class:`raycloak.workers.terms.binding.Binding`.
 
         Guarantee: when the binding is returned its entry is on disk, and no binding of this step ever names other
-        vectors, from any instance of this ledger. The same five arguments give the same entry. A closed account gives
+        vectors, from any instance of this ledger. The same arguments give the same entry. A closed account gives
         no binding, not even an old one.
+
+        Guarantee: vectors that mix sums of earlier steps mix those that these steps were bound with.
 
         Args:
             vectors_digest: see `raycloak.workers.terms.binding.vectors_digest`.
+            sums: see `raycloak.workers.terms.binding.sum_digests`.
 
         Raises:
             BudgetError: ``not_reproducible`` if the step is bound to other vectors: the difference of the two sums
-                would carry no noise. ``step_not_charged``; ``run_unknown``, ``run_mismatch``, ``fenced``,
-                ``account_closed``, ``ledger_unavailable``, ``ledger_rolled_back`` or ``witness_unavailable``.
+                would carry no noise; or if they mix another sum of an earlier step. ``step_not_charged``;
+                ``run_unknown``, ``run_mismatch``, ``fenced``, ``account_closed``, ``ledger_unavailable``,
+                ``ledger_rolled_back`` or ``witness_unavailable``.
         """
         with self._write() as rows:
             row, _, _ = self._owned(rows, run_id, manifest_digest)
@@ -466,6 +477,9 @@ class PrivacyLedger:
                 raise BudgetError("step_not_charged", f"{query} step {step} of run {run_id} is not charged.")
             entry = known.get(VectorsBound.DOMAIN)
             if entry is None:
+                before = [rows.about(run_id, query, step - age) for age in range(1, len(sums))]
+                bound_before = [each.get(VectorsBound.DOMAIN) for each in before]
+                require_same_sums(query, step, sums, [each.event if each else None for each in bound_before])
                 event = VectorsBound(
                     recorded_at=now(),
                     run_id=run_id,
@@ -473,12 +487,13 @@ class PrivacyLedger:
                     step=step,
                     manifest_digest=manifest_digest,
                     vectors_digest=vectors_digest,
+                    sums=sums,
                     fencing=self.fencing,
                 )
                 entry = self._book.append(rows, event)
             bound = entry.event
             assert isinstance(bound, VectorsBound)
-            if bound.vectors_digest != vectors_digest:
+            if (bound.vectors_digest, bound.sums) != (vectors_digest, sums):
                 raise BudgetError(
                     "not_reproducible",
                     f"{query} step {step} now gives vectors {vectors_digest.hex()}, but {bound.vectors_digest.hex()} "

@@ -45,7 +45,8 @@ def state_before(run: RunRegistered, last: LastStep | None, asked: AskedStep) ->
     """Hold a step to the model before it; return the digest of its update rule's state, empty without a lineage.
 
     Guarantee: returns only if the step starts from the model that the run began with, that the aggregators of the step
-    before signed, made of the model which that step was charged for, or that the run's orchestrator states.
+    before signed, made of the model which that step was charged for, or that the run's orchestrator states. With
+    correlated noise it also names the last step that was charged as the one before it.
 
     Args:
         last: None before the first training step.
@@ -66,7 +67,10 @@ def state_before(run: RunRegistered, last: LastStep | None, asked: AskedStep) ->
         model = ModelPoint.initial(run.lineage.initial_parameters)
     # A measurement is of the model as it is exported.
     start = model.parameters if asked.query == "gradient" else model.exported
-    if step_input(start, asked.batches) != asked.input_digest:
+    # With correlated noise the input names all steps before: another past would redraw what is already mixed.
+    chained = last is not None and any(each.bands > 1 for each in run.mechanisms)
+    before = last.input_digest if last is not None and chained else b""
+    if step_input(start, asked.batches, before) != asked.input_digest:
         raise _broken(run, finished, f"{asked.query} step {asked.step} is to start from another one")
     return model.state
 

@@ -24,7 +24,7 @@ from raycloak.coordinator.accounting.renyi import (
     total_slack,
 )
 from raycloak.coordinator.console.figures import epsilon_text
-from raycloak.coordinator.ledger.entries import AccountOpened, RunPrepaid, RunRegistered
+from raycloak.coordinator.ledger.entries import AccountOpened, Event, RunPrepaid, RunRegistered, VectorsBound
 from raycloak.metrics.errors import BudgetError
 from raycloak.workers.terms.mechanism import EXAMPLE, ROW, AccountantName, Mechanism, check_together
 
@@ -135,6 +135,12 @@ def registration(run: RegistrationTerms, terms: AccountOpened, fixed: bool) -> R
     # They came as objects, which nothing has checked.
     run_id, mechanisms = run.run_id, tuple(checked(Mechanism, each) for each in run.mechanisms)
     check_together(mechanisms)
+    if run.lineage is None and any(each.bands > 1 for each in mechanisms):
+        raise BudgetError(
+            "lineage_missing",
+            f"run {run_id} has correlated noise, and no aggregator that signs its models.",
+            "Let the run make the updates, or set dp_config.noise.correlated: off.",
+        )
     for mechanism in mechanisms:
         # First, because the price follows from what the mechanism claims.
         if mechanism.private:
@@ -210,16 +216,16 @@ def check_claims(run_id: str, mechanism: Mechanism) -> None:
             f"which hides nothing; the least is {SMALLEST_NOISE_MULTIPLIER:g}.",
         )
     capacity = mechanism.micro_batch_size * mechanism.micro_batches
-    largest_slice = -(-mechanism.num_examples // mechanism.virtual_workers)
+    largest_part = mechanism.largest_part
     if mechanism.overflow_probability == 0:
-        if mechanism.sample_rate == 1 and capacity < largest_slice:
+        if mechanism.sample_rate == 1 and capacity < largest_part:
             raise BudgetError(
                 "mechanism_inconsistent",
                 f"mechanism {mechanism.query} of run {run_id} cuts batches to {capacity} examples, which no accountant "
                 "computes at its sampling rate.",
             )
         return
-    cut = overflow_bound(largest_slice, mechanism.sample_rate, mechanism.steps * mechanism.virtual_workers, capacity)
+    cut = overflow_bound(largest_part, mechanism.sample_rate, mechanism.steps * mechanism.virtual_workers, capacity)
     if mechanism.overflow_probability < cut * (1 - 1e-6):
         raise BudgetError(
             "mechanism_inconsistent",
@@ -239,9 +245,39 @@ def check_accountant(run_id: str, mechanism: Mechanism, terms: AccountOpened) ->
         )
 
 
+def require_same_sums(query: Query, step: int, sums: Sequence[bytes], earlier: Sequence[Event | None]) -> None:
+    """Refuse vectors that mix another sum of an earlier step than that step was bound with.
+
+    Args:
+        sums: of the step and of those before it, the newest first.
+        earlier: how these were bound, in the same order.
+
+    Raises:
+        BudgetError: ``not_reproducible``.
+    """
+    for age, (own, bound) in enumerate(zip(sums[1:], earlier, strict=True), 1):
+        if not isinstance(bound, VectorsBound) or bound.sums[:1] != (own,):
+            raise BudgetError(
+                "not_reproducible",
+                f"{query} step {step} mixes another sum of step {step - age} than that step was bound with.",
+                "Use the kind of machine and the library versions of the first time, or start a new run.",
+            )
+
+
 def check_shareable(terms: AccountOpened, registered: Sequence[RunRegistered]) -> None:
-    """Refuse a second private run on an account whose accountant holds only one fixed plan."""
+    """Refuse a second private run on an account whose accountant holds only one fixed plan, or beside mixed sums.
+
+    The releases of a run with correlated noise follow each other as docs/proofs/013-correlated-noise.md has them only
+    if nothing else is released about the data between them.
+    """
     private = [run.run_id for run in registered if is_private(run)]
+    mixing = [run.run_id for run in registered for each in run.mechanisms if each.bands > 1]
+    if len(private) > 1 and mixing:
+        raise BudgetError(
+            "account_not_shared",
+            f"run {mixing[0]} has correlated noise, and account '{terms.account}' may then have no other run.",
+            "Open another account for one of them, or set dp_config.noise.correlated: off.",
+        )
     if len(private) > 1 and not accountant_of(terms.accountant).shareable:
         raise BudgetError(
             "account_not_shared",

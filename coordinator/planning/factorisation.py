@@ -24,11 +24,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.attestation.core.counted_noise import COEFFICIENT_UNIT
 from raycloak.metrics.errors import ConfigError
-
-# To be imported from raycloak.attestation.core.counted_noise, where the reader of a manifest has it from.
-COEFFICIENT_UNIT: Final = 2**16
-"""Units of 1: coefficients are integers, so a mix of encoded sums is one too."""
 
 MOST_STEPS: Final = 400
 """Steps of a run by which coefficients are chosen. A longer run takes those that are best for its first ones, because

@@ -136,7 +136,10 @@ class ProofCase:
         if parameters is None:
             return False
         sent = self._sent_sets.get(finished, ()) if query == "gradient" else ()
-        return any(step_input(parameters, batches) == charged for batches in ((), *sent))
+        before = b""
+        if query == "gradient" and finished and self.manifest.computation.mechanism.bands > 1:
+            before = self.charge(self.run.charges["gradient"][finished - 1]).input_digest
+        return any(step_input(parameters, batches, before) == charged for batches in ((), *sent))
 
     @cached_property
     def _sent_sets(self) -> Mapping[int, tuple[Digests, ...]]:

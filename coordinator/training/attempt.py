@@ -21,7 +21,7 @@ from raycloak.coordinator.training.step_context import MemberFailures, Model, St
 from raycloak.coordinator.vaults.calls import Reference
 from raycloak.metrics.errors import BudgetError, ProtocolError, RunFailedError, SenderError
 from raycloak.workers.messages import StepReply, StepRequest
-from raycloak.workers.terms.binding import Binding, vectors_digest
+from raycloak.workers.terms.binding import Binding, sum_digests, vectors_digest
 from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.terms.receipt import Receipt
 from raycloak.workers.terms.step_input import step_input
@@ -45,12 +45,14 @@ class Step:
         paid: its receipt. ``epsilon``: of the account, as the receipt states it; None if the run is not private.
         roster, shown, asked: of the newest attempt, with the presentations and the answers that each worker is owed
             or owes, by member id.
-        headers, tags_digest, replies: of the workers that gave whole answers, in the roster's order; see
-            `raycloak.workers.terms.binding.vectors_digest`.
+        headers, tags_digest, sums, replies: of the workers that gave whole answers, in the roster's order; see
+            `raycloak.workers.terms.binding.vectors_digest` and ``sum_digests``.
         counted: exact sums over the examples of all virtual workers; None in a private run, and of a measurement.
         binding: the ledger's, for the step.
         reports: one per range.
         updated: new parameters and state of each range; empty where nothing is updated.
+        solved: the released gradient of each range, where noise is correlated; else empty.
+        mixed_by: by member, the virtual workers that it hosted in the step before; it has their earlier sums.
         averages: the released average of each range, float64; empty where parameters are updated.
         attempts: their number so far.
         seconds: wall time without ``waited_s``, in which its owner held it or did not release it yet. Of these,
@@ -73,12 +75,15 @@ class Step:
     asked: dict[str, StepAnswer] = field(init=False)
     headers: tuple[Envelope, ...] = ()
     tags_digest: bytes = b""
+    sums: tuple[bytes, ...] = ()
     replies: tuple[StepReply, ...] = ()
     counted: PublicSums | None = None
     binding: Binding = field(init=False)
     reports: list[ReduceReport] = field(default_factory=list)
     updated: tuple[tuple[Reference[Parameters], Reference[State]], ...] = ()
     averages: list[Average] = field(default_factory=list)
+    solved: tuple[Reference[Parameters], ...] = ()
+    mixed_by: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     attempts: int = 1
     seconds: float = 0.0
     charge_seconds: float = 0.0
@@ -103,8 +108,12 @@ class Step:
 
     @property
     def input_digest(self) -> bytes:
-        """The digest of the step's input: its model, and the batches."""
-        return step_input(self.model.digest, self.batches.digests)
+        """The digest of the step's input: its model, the batches, and where noise is correlated the step before."""
+        return step_input(self.model.digest, self.batches.digests, self.model.input_before)
+
+    @property
+    def _is_mixed(self) -> bool:
+        return self.context.manifest.computation.mechanism_of(self.query).bands > 1
 
     @property
     def released(self) -> SignedStep | None:
@@ -119,19 +128,25 @@ class Step:
             receipt: the receipt, or a reference to it. With a reference, workers get their question as soon as the
                 ledger has answered, and none if it refuses.
         """
-        members = self.context.membership.members
+        members, hosting = self.context.membership.members, self.context.membership.hosts.hosting
         self.roster, self.shown, self.asked = roster, self._presentations(roster), {}
         for member_id in sorted(members.workers):
             seen = self.seen.get(member_id, frozenset())
+            # A new host computes sums of earlier steps again; all others have them.
+            is_new = not set(hosting[member_id]) <= set(self.mixed_by.get(member_id, ()))
+            past = self.model.earlier if is_new else ()
             request = StepRequest(
                 roster=roster,
                 presentations=tuple(envelope for envelope in self.shown[member_id] if envelope not in seen),
                 commitments=self.context.membership.hosts.commitments,
                 ranges=self.ranges,
                 batches=self.batches.digests,
+                past=len(past),
+                input_before=past[-1].input_before if past else self.model.input_before,
             )
+            models = [part for each in reversed(past) for part in each.parameters]
             self.asked[member_id] = members.workers[member_id].step(
-                receipt, request, self.model.parameters, self.batches.references
+                receipt, request, (*models, *self.model.parameters), self.batches.references
             )
 
     def _presentations(self, roster: Envelope) -> Mapping[str, Sequence[Envelope]]:
@@ -199,7 +214,7 @@ class Step:
                 self.context.membership.members.ask_to_leave(reply.member_id, "left")
         self.replies = tuple(replies.values())
         self.headers = tuple(reply.header for reply in self.replies if reply.header is not None)
-        self.tags_digest = vectors_digest(found)
+        self.tags_digest, self.sums = vectors_digest(found), sum_digests(found)
         self.counted = self._counted(replies)
         return True
 
@@ -218,6 +233,9 @@ class Step:
         except ProtocolError:
             return None
         if header is None or header.virtual_workers != hosted or len(header.vector_tags) != len(hosted):
+            return None
+        mixed = [1 + len(self.model.earlier)] * len(hosted) if self._is_mixed else []
+        if [len(tags) for tags in header.sum_tags] != mixed:
             return None
         for v, tag in zip(hosted, header.vector_tags, strict=True):
             if self._tags.setdefault(v, tag) != tag:
@@ -320,13 +338,15 @@ class Step:
             return False
         self.context.metrics.aggregate_released()
         self.updated = tuple(each.updated for each in reductions if each.updated is not None)
+        self.solved = tuple(each.solved for each in reductions if each.solved is not None)
         self.binding = parse(Binding, bound.body)
         return True
 
     def _bind(self) -> Pending[Envelope]:
         """Have the vectors of the step bound before they are summed, so that no execution can sum other ones."""
         run_id, manifest = self.context.manifest.run_id, self.context.manifest_digest
-        return self.context.control.ledger.bind_vectors(run_id, self.query, self.number, manifest, self.tags_digest)
+        vectors = self.tags_digest, self.sums
+        return self.context.control.ledger.bind_vectors(run_id, self.query, self.number, manifest, *vectors)
 
     def _bound(self, binding: Pending[Envelope]) -> Envelope:
         try:
@@ -344,6 +364,7 @@ class Step:
             ranges=self.ranges,
             before=self.model.tensors,
             batches=self.batches.digests,
+            input_before=self.model.input_before,
         )
         reductions = []
         for aggregator, part in zip(self.context.membership.members.aggregators, self.ranges, strict=False):
@@ -352,7 +373,8 @@ class Step:
                 reductions.append(aggregator.release(request, binding, masked))
             elif self.query == "gradient":
                 own = self.model.parameters[part.index], self.model.states[part.index]
-                reductions.append(aggregator.reduce(request, binding, *own, masked))
+                earlier = [each.solved[part.index] for each in self.model.earlier] if self._is_mixed else None
+                reductions.append(aggregator.reduce(request, binding, *own, masked, earlier))
             else:
                 reductions.append(aggregator.measure(request, binding, masked))
         return reductions

@@ -10,6 +10,7 @@ Guarantee: a load is in the evidence log before anything is charged for its para
 nothing, and the run goes on.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,9 +20,12 @@ from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.checkpoints.archive import Restored
 from raycloak.coordinator.checkpoints.storage import PackageStorage, located, split_location
 from raycloak.coordinator.cluster.backend import Backend
+from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.record.folder import SavedState, write_weights
 from raycloak.coordinator.training.step_context import Model
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError
+from raycloak.metrics.proof_bounds import require_bound
+from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.model_digest import with_state
 from raycloak.workers.vectors.threads import WordThreads
 
@@ -48,6 +52,7 @@ def save(training: "Training", request: str, after: int) -> SavedState:
         _refuse("no_storage", "the run seals no packages.", "Give it a place for them: checkpoint.storage.")
     if training.finished_steps == 0:
         _refuse("no_state", "no step is finished, so there is nothing to save.", "Save after a step.")
+    _require_no_mix(training)
     held = training.held
     if held is None:
         training.seal()
@@ -142,6 +147,7 @@ def _load(training: "Training", after: int, place: str) -> StateLoad:
     if load in known and (training.finished_steps > after or known[-1] == load):
         return load
     _require_step(training, after)
+    _require_no_mix(training)
     plan, run = training.admitted.plan, training.admitted.manifest.run_id
     due = {each.query: each.due(after, plan.mechanism.steps) for each in plan.measurements} | {"gradient": after}
     # As before a crash: what was charged for the current parameters must be computed of them.
@@ -165,8 +171,20 @@ def take(training: "Training", restored: Restored) -> None:
     """Make a restored state the current one."""
     training.held = restored.package
     session = training.order.session
-    origin = ModelOrigin(standing=session.control.orchestrator.model_standing(training.finished_steps))
-    training.model = as_model(restored, training.admitted.ranges, session.backend, origin)
+    finished = training.finished_steps
+    origin = ModelOrigin(standing=session.control.orchestrator.model_standing(finished))
+    model = as_model(restored, training.admitted.ranges, session.backend, origin)
+    before = input_before(session.control, training.admitted.manifest, finished)
+    training.model = replace(model, input_before=before)
+
+
+def input_before(control: Control, manifest: Manifest, finished: int) -> bytes:
+    """Return the input digest of the last of so many steps, where noise is correlated; else empty."""
+    if manifest.computation.mechanism.bands == 1 or finished == 0:
+        return b""
+    charged = control.ledger.status(manifest.run_id, finished - 1, "gradient").input_digest
+    require_bound(charged is not None, "a finished step was charged")
+    return charged or b""
 
 
 def as_model(restored: Restored, ranges: tuple[ParameterRange, ...], backend: Backend, origin: ModelOrigin) -> Model:
@@ -187,6 +205,16 @@ def as_model(restored: Restored, ranges: tuple[ParameterRange, ...], backend: Ba
 def _require_step(training: "Training", after: int) -> None:
     if training.finished_steps != after:
         _refuse("other_step", f"the run has finished {training.finished_steps} steps, not {after}.", "Ask again.")
+
+
+def _require_no_mix(training: "Training") -> None:
+    if training.is_within_a_mix:
+        every = training.admitted.manifest.computation.epoch_steps
+        _refuse(
+            "within_mix",
+            f"noise is correlated, and the step after {training.finished_steps} mixes sums of those before it.",
+            f"Ask after a multiple of epoch_steps, {every}.",
+        )
 
 
 def _refuse(code: str, message: str, remedy: str) -> NoReturn:

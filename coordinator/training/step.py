@@ -18,8 +18,8 @@ an attempt does with workers and aggregators is in `raycloak.coordinator.trainin
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -38,7 +38,7 @@ from raycloak.coordinator.record.outcome import StepOutcome
 from raycloak.coordinator.training.attempt import Step
 from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.sent import NO_BATCHES, StepBatches
-from raycloak.coordinator.training.step_context import Model, StepContext
+from raycloak.coordinator.training.step_context import EarlierStep, Model, StepContext
 from raycloak.metrics.errors import BudgetError, EvidenceError, RunFailedError
 from raycloak.workers.terms.measurement import Measurement, Released, released, values_digest
 from raycloak.workers.terms.receipt import Receipt, data_root
@@ -83,6 +83,7 @@ class StepRunner:
     _prepared: _AskedRoster | None = None
     _last_paid: tuple[int, tuple[Query, int] | None] = (0, None)
     _started: bool = False
+    _mixed_by: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def run(self, number: int, model: Model, batches: StepBatches = NO_BATCHES) -> tuple[Model, StepOutcome]:
         """Take ``model`` one step further. The step stays in ``uncommitted`` until a later roster commits it.
@@ -96,7 +97,9 @@ class StepRunner:
             StepLeft: a stop came while the step waited for its release; it stays charged and bound.
         """
         step = Step(self.context, "gradient", number, model, self._cut(), self._seen, batches=batches, pace=self.pace)
+        step.mixed_by = self._mixed_by
         self._execute(step)
+        self._mixed_by = dict(self.context.membership.hosts.hosting)
         released = step.released
         tensors = tuple(tensor for part in (released.ranges if released else ()) for tensor in part.tensors)
         point = ModelPoint.of(tensors)
@@ -104,7 +107,16 @@ class StepRunner:
         updated = Model(
             parameters, states, point.parameters, tensors, ModelOrigin(released=released), averaged=point.averaged
         )
-        return updated, self.outcome(step, point)
+        return self._following(step, updated), self.outcome(step, point)
+
+    def _following(self, step: Step, updated: Model) -> Model:
+        """Return the model after a step with what the next one needs of it, where noise is correlated."""
+        computation, model = self.context.manifest.computation, step.model
+        if computation.mechanism.bands == 1:
+            return updated
+        finished = EarlierStep(model.parameters, model.input_before, step.solved)
+        earlier = (finished, *model.earlier)[: computation.reach(step.number + 1)]
+        return replace(updated, input_before=step.input_digest, earlier=earlier)
 
     def measure(self, measurement: Measurement, number: int, model: Model) -> tuple[Released, StepOutcome]:
         """Make release ``number`` of a measurement of ``model``, as it is exported; otherwise as :meth:`run`."""

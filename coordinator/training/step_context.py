@@ -35,6 +35,21 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True, slots=True)
+class EarlierStep:
+    """A finished step whose sum later ones mix, where noise is correlated.
+
+    Attributes:
+        parameters: that it started from, one reference per range.
+        input_before: input digest of the step before it.
+        solved: its released gradient, one reference per range.
+    """
+
+    parameters: tuple[Reference[Parameters], ...]
+    input_before: bytes
+    solved: tuple[Reference[Parameters], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """The released model between two steps.
 
@@ -44,6 +59,8 @@ class Model:
         averaged: that of the averaged weights in ``states``; empty where none are kept, or no step is done.
         tensors: digests of all tensors and of their state; empty in a loop by hand.
         origin: shows ledger and orchestrator where it comes from.
+        input_before: input digest of the step that made it, where noise is correlated; else empty.
+        earlier: the steps whose sums the next one mixes, the newest first.
     """
 
     parameters: tuple[Reference[Parameters], ...]
@@ -52,6 +69,8 @@ class Model:
     tensors: tuple[TensorDigests, ...] = ()
     origin: ModelOrigin = INITIAL
     averaged: bytes = b""
+    input_before: bytes = b""
+    earlier: tuple[EarlierStep, ...] = ()
 
     @property
     def exported(self) -> bytes:
@@ -166,7 +185,8 @@ class MemberFailures:
         if "object_lost" not in causes:
             return
         try:
-            for reference in (*self.model.parameters, *self.model.states):
+            earlier = (part for each in self.model.earlier for part in (*each.parameters, *each.solved))
+            for reference in (*self.model.parameters, *self.model.states, *earlier):
                 self.context.backend.fetch(reference, self.context.deadline_s)
         except ActorLost as lost:
             raise RunFailedError(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raycloak.attestation.core.counted_noise import COEFFICIENT_UNIT
 from raycloak.attestation.core.keys import Secret
 from raycloak.metrics.errors import ProtocolError
 from raycloak.metrics.proof_bounds import require_bound
@@ -25,7 +26,7 @@ from raycloak.workers.device.words import CpuWords, ring_of
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.noise import BLOCK, NoiseSampler
 from raycloak.workers.vectors.payload import VectorRange
-from raycloak.workers.vectors.ring import RingSpec, RingVector, encode_into, ring_dtype
+from raycloak.workers.vectors.ring import RingSpec, RingVector, encode_into, mix_into, ring_dtype
 from raycloak.workers.vectors.streams import BLOCK_BYTES, KeyStream
 from raycloak.workers.vectors.vector_tag import TensorLeaves, by_tensor, leaf_places
 
@@ -73,6 +74,30 @@ class GpuWords:
             vector = _encoded(values, spec, self._proven[spec, sigma], noise, start)
         if self._device.type == "cuda":
             clear_free_memory(self._device)
+        return vector
+
+    def mixed(self, sums: Sequence[Tensor], mechanism: Mechanism, noise: Secret, start: int = 0) -> Tensor:
+        """See `raycloak.workers.device.words.Words.mixed`."""
+        coefficients = mechanism.coefficients
+        # The noise first, by the kernels that are compared with a CPU's, and then the mix by integers of torch.
+        zeros = [torch.zeros(len(sums[0]), dtype=torch.float64, device=self._device)]
+        vector = self.encoded(zeros, mechanism, noise, start)
+        place = _random_block(len(vector))
+        here = slice(place.start, place.stop)
+        with _current(vector):
+            drawn = _signed(vector[here]).clone()
+            total = torch.zeros(len(vector), dtype=torch.int64, device=self._device)
+            for each, coefficient in zip(sums, coefficients, strict=False):
+                total.add_(_signed(each), alpha=coefficient)
+            left = total & (COEFFICIENT_UNIT - 1)
+            total >>= COEFFICIENT_UNIT.bit_length() - 1
+            left += total & 1
+            total += left > COEFFICIENT_UNIT // 2
+            _signed(vector).add_(total.to(_signed(vector).dtype))
+        theirs = np.empty(len(place), ring_dtype(mechanism.ring_bits))
+        mix_into([_on_host(each[here]) for each in sums], coefficients, theirs)
+        expected = drawn + _signed(torch.from_numpy(theirs)).to(self._device)
+        _require_equal(torch.equal(_signed(vector[here]), expected))
         return vector
 
     def leaves(self, vector: Tensor, sizes: Sequence[int]) -> list[TensorLeaves]:

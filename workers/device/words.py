@@ -24,7 +24,7 @@ from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.vectors.payload import VectorRange
-from raycloak.workers.vectors.ring import RingBits, RingSpec, RingVector, encode_into, ring_dtype
+from raycloak.workers.vectors.ring import RingBits, RingSpec, RingVector, encode_into, mix_into, ring_dtype
 from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
 from raycloak.workers.vectors.vector_tag import TensorLeaves, tensor_leaves
 
@@ -60,6 +60,18 @@ class Words(Protocol[V]):
 
         Raises:
             ProtocolError: ``encode_non_finite``; ``not_reproducible`` if the device gives other words than a CPU.
+        """
+        ...
+
+    def mixed(self, sums: Sequence[V], mechanism: Mechanism, noise: Secret, start: int = 0) -> V:
+        """Return the mix of encoded sums by the mechanism's coefficients, with the draws of ``noise`` added.
+
+        Args:
+            sums: words of :meth:`encoded` without noise, of the newest step first; they stay as they are.
+            start: as of :meth:`encoded`.
+
+        Raises:
+            ProtocolError: ``not_reproducible``, as :meth:`encoded`.
         """
         ...
 
@@ -107,6 +119,13 @@ class CpuWords:
         # After the rounding: noise is an integer, so adding it in the ring is exact.
         if noise is not None:
             NoiseSampler(mechanism.sigma, mechanism.ring_bits).add_to(vector, noise, start=start, threads=self._threads)
+        return vector
+
+    def mixed(self, sums: Sequence[RingVector], mechanism: Mechanism, noise: Secret, start: int = 0) -> RingVector:
+        """See :meth:`Words.mixed`."""
+        vector = np.empty_like(sums[0])
+        mix_into(sums, mechanism.coefficients, vector, self._threads)
+        NoiseSampler(mechanism.sigma, mechanism.ring_bits).add_to(vector, noise, start=start, threads=self._threads)
         return vector
 
     def leaves(self, vector: RingVector, sizes: Sequence[int]) -> list[TensorLeaves]:
@@ -169,6 +188,17 @@ class PiecedWords:
             )
             start += length
         return pieces
+
+    def mixed(
+        self, sums: Sequence[list[_TensorWords]], mechanism: Mechanism, noise: Secret, start: int = 0
+    ) -> list[_TensorWords]:
+        """See :meth:`Words.mixed`."""
+        found = list[_TensorWords]()
+        for pieces in zip(*sums, strict=True):
+            words, place = pieces[0].words, pieces[0].place
+            own = [each.vector for each in pieces]
+            found.append(_TensorWords(words, words.mixed(own, mechanism, noise, start + place.start), place))
+        return found
 
     def leaves(self, vector: list[_TensorWords], sizes: Sequence[int]) -> list[TensorLeaves]:
         """See :meth:`Words.leaves`."""

@@ -290,6 +290,10 @@ class Computation(Message):
             step = min(after, self.mechanism.steps - 1)
         return step // self.epoch_steps
 
+    def reach(self, step: int) -> int:
+        """Return how many training steps before ``step`` its release mixes in: of its key epoch, and b - 1 at most."""
+        return min(self.mechanism.bands - 1, step % self.epoch_steps)
+
     @property
     def exact(self) -> bool:
         """Return whether every operation of the run has a deterministic kernel; if not, the run is NOT EXACT."""

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from raycloak.attestation.core.counted_noise import NoiseTerms
+from raycloak.attestation.core.counted_noise import MOST_BANDS, NoiseTerms, are_coefficients, sensitivity_of
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ProtocolError
@@ -91,10 +91,12 @@ class Mechanism(NoiseTerms, Message):
         adjacency: neighbours differ by one unit contributing zero, ids and keys stay.
         num_examples: N, public: of the dataset, or of data that a client sends, the most examples of one step.
         virtual_workers: V; unit i belongs to virtual worker i mod V.
-        sample_rate: q; unit i is drawn iff its 64-bit draw is below q * 2^64. 1 of sent data: all of it is used.
+        sample_rate: q; unit i is drawn iff its 64-bit draw is below q * 2^64. 1 of sent data: all of it is used. Where
+            noise is correlated, q is of the part of the units that a step draws from.
         steps: number of releases the noise was planned for.
         max_grad_norm: C, the l2 bound of one unit's contribution before encoding.
-        noise_multiplier: z, standard deviation of the counted noise in units of ``sensitivity``.
+        noise_multiplier: z, standard deviation of the counted noise in units of ``sensitivity``, which with correlated
+            noise is of all b releases that a unit's contribution is mixed into.
         honest_share: h, the share of virtual workers whose noise is counted on, in (0, 1]: (V - k)/V.
         expected_batch_size: the public divisor of the released sum.
         dimension: d, number of coordinates.
@@ -112,6 +114,9 @@ class Mechanism(NoiseTerms, Message):
             a dataset, every example of which may take part in every release, and then left out of the bytes.
         clipping: whether gradients longer than C are shortened to it (``norm``, then left out of the bytes), or all are
             brought near it (``normalised``); see `raycloak.workers.gradients.clipping.ClippedSum`.
+
+    With b ``coefficients``, step t draws from the units of part ``t mod b`` of each slice alone, and releases
+    ``Σ_j c_j s_(t-j)`` of the sums since its key epoch began, with noise of its own.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/mechanism/v1"
@@ -171,6 +176,12 @@ class Mechanism(NoiseTerms, Message):
             yield name, "it must be in [0, 1)", 0 <= getattr(self, name) < 1
         of_gradients = self.private and self.query == "gradient"
         yield "clipping", "only gradients that are private are normalised", self.clipping == "norm" or of_gradients
+        asked = f"the first must be 2^16, the others in [0, 2^18], and there must be 2 to {MOST_BANDS}"
+        yield "coefficients", asked, are_coefficients(self.coefficients)
+        alone = not self.coefficients or (of_gradients and self.max_participations is None)
+        yield "coefficients", "only gradients over a dataset that is private are mixed", alone
+        parted = self.bands == 1 or self.bands <= self.num_examples // self.virtual_workers
+        yield "coefficients", "each slice must have a unit for each of them", parted
         yield "honest_share", "it must be in (0, 1]", 0 < self.honest_share <= 1
         whole = self.honest_share == honest_share_of(self.virtual_workers, self.uncounted_shares)
         yield "honest_share", "it must leave out a whole number of virtual workers", whole
@@ -178,7 +189,7 @@ class Mechanism(NoiseTerms, Message):
             yield "noise_multiplier", "it must be above 0", self.noise_multiplier > 0
             yield "sigma", "it must be in [2^4, 2^40]", MIN_SIGMA <= self.sigma <= MAX_SIGMA
         spec = RingSpec(self.ring_bits, self.gamma_log2, self.clamp)
-        held = spec.holds(self.virtual_workers, self.sigma if self.private else 0.0)
+        held = spec.holds(self.virtual_workers, self.sigma if self.private else 0.0, self.coefficients)
         yield "clamp", "the ring does not hold the sum of so many of them on this grid", held
         if self.private:
             demand = RingDemand(
@@ -188,6 +199,7 @@ class Mechanism(NoiseTerms, Message):
                 virtual_workers=self.virtual_workers,
                 noise_multiplier=self.noise_multiplier,
                 honest_share=self.honest_share,
+                coefficients=self.coefficients,
             )
             pays = demand.is_paid_by(self.sigma, self.gamma_log2)
             yield "sigma", "it does not pay for the noise that is claimed on this grid", pays
@@ -202,9 +214,25 @@ class Mechanism(NoiseTerms, Message):
         """Return how many of so many releases one example can take part in, and so how many it is charged for.
 
         Guarantee: the charge of each release beyond the bound is zero, whichever releases an example took part in
-        (docs/proofs/009).
+        (docs/proofs/009). Of b consecutive releases with correlated noise, a unit takes part in one
+        (docs/proofs/013).
         """
-        return releases if self.max_participations is None else min(releases, self.max_participations)
+        rounds = -(-releases // self.bands)
+        return rounds if self.max_participations is None else min(rounds, self.max_participations)
+
+    @property
+    def bands(self) -> int:
+        """The b of correlated noise: how many steps a sum is mixed into, and parts that a slice has; 1 without."""
+        return max(1, len(self.coefficients))
+
+    @property
+    def largest_part(self) -> int:
+        """The most units that a virtual worker draws from in one step."""
+        return -(-self.num_examples // (self.virtual_workers * self.bands))
+
+    def expected_passes(self) -> float:
+        """Return how often all steps are expected to draw a unit."""
+        return self.steps * self.sample_rate / self.bands
 
     @property
     def rows_chosen(self) -> int:
@@ -227,8 +255,14 @@ class Mechanism(NoiseTerms, Message):
 
         Nearest rounding moves each coordinate by at most half a unit for either neighbour. Float slack is not
         added here: clipping aims below C by more than every rounding error (see `workers/gradients/clipping.py`).
+        With correlated noise it is the bound of all releases that the sum is mixed into, together.
         """
-        return self.max_grad_norm + self.gamma * math.sqrt(self.dimension)
+        return sensitivity_of(self.max_grad_norm, self.gamma, self.dimension, self.coefficients)
+
+    @property
+    def inflation(self) -> float:
+        """The share of the sensitivity that rounding adds: C'/C - 1, of the same mix of sums without rounding."""
+        return self.sensitivity / sensitivity_of(self.max_grad_norm, 0.0, self.dimension, self.coefficients) - 1
 
 
 def honest_share_of(virtual_workers: int, uncounted: int) -> float:
@@ -254,6 +288,8 @@ def check_together(mechanisms: Sequence[Mechanism]) -> None:
     if queries[:1] != ["gradient"] or len(set(queries)) != len(queries):
         raise _apart("a run has one mechanism of each query, the gradient's first.")
     first, *others = mechanisms
+    if first.bands > 1 and others:
+        raise _apart("a run whose noise is correlated makes no measurement.")
     for other in others:
         for name in _SHARED:
             if getattr(other, name) != getattr(first, name):

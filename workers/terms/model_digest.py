@@ -88,6 +88,7 @@ def with_state(
     state: Mapping[str, NDArray[Any]],
     tensors: Sequence[TensorSpec],
     threads: WordThreads = ONE_THREAD,
+    solved: Sequence[NDArray[np.float32]] = (),
 ) -> tuple[TensorDigests, ...]:
     """Return the digests of ``tensors``, and of what an update rule keeps for each.
 
@@ -95,10 +96,13 @@ def with_state(
         flat: float32 [d], as of :func:`tensor_digests`.
         state: by ``tensor name/field``; the field `AVERAGED` is the tensor's average.
         threads: that share the tensors and their state.
+        solved: float32 [d] of each release that the next one is solved by, the newest first.
     """
     require_bound(flat.dtype == np.dtype("<f4"), "parameters are little-endian float32")
     names = sorted(state)
     contents = _contents([*split_flat(flat, tensors), *(state[name] for name in names)], threads)
+    releases = zip(*(tensor_digests(each, tensors, threads) for each in solved), strict=True)
+    earlier = list(releases) or [()] * len(tensors)
     kept: dict[str, list[bytes | str]] = {}
     averages: dict[str, bytes] = {}
     for key, content in zip(names, contents[len(tensors) :], strict=True):
@@ -114,8 +118,9 @@ def with_state(
             content=content,
             state=digest(length_prefixed("raycloak/tensor-state/v1", *kept[spec.name])) if spec.name in kept else b"",
             averaged=averages.get(spec.name, b""),
+            solved=of_releases,
         )
-        for spec, content in zip(tensors, contents, strict=False)
+        for spec, content, of_releases in zip(tensors, contents, earlier, strict=False)
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.poly1305 import Poly1305
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from raycloak.attestation.core.keys import AgreementKey, IdentityKey, Purpose, Secret, derive
 from raycloak.attestation.core.messages import Envelope, Message, open_envelope, seal
@@ -53,6 +53,8 @@ class Header(Message):
         sender: member id of the worker.
         virtual_workers: all whose vectors are in the sum, as in the roster.
         vector_tags: per virtual worker, `raycloak.workers.vectors.vector_tag.vector_tag` of its vector.
+        sum_tags: per virtual worker, the tags of the sums that its vector mixes, the newest first. Left out of the
+            bytes where there are none.
         payloads: one per parameter range, in range order.
     """
 
@@ -70,24 +72,35 @@ class Header(Message):
     vector_tags: tuple[bytes, ...]
     payloads: tuple[PayloadInfo, ...]
     ring_bits: Literal[32, 64]
+    sum_tags: tuple[tuple[bytes, ...], ...] = Field(default=(), exclude_if=lambda tags: not tags)
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedAttempt:
-    """One attempt of a step, as a member knows it from inputs that it verified; headers are compared with it."""
+    """One attempt of a step, as a member knows it from inputs that it verified; headers are compared with it.
+
+    Attributes:
+        mixed: how many sums of each virtual worker its vector mixes; 0 where it is one sum.
+    """
 
     roster: Roster
     roster_digest: bytes
     input_digest: bytes
     ranges: tuple[VectorRange, ...]
     ring_bits: RingBits
+    mixed: int = 0
 
     @classmethod
     def of(
-        cls, roster: Roster, input_digest: bytes, ranges: Sequence[VectorRange], ring_bits: RingBits
+        cls,
+        roster: Roster,
+        input_digest: bytes,
+        ranges: Sequence[VectorRange],
+        ring_bits: RingBits,
+        mixed: int = 0,
     ) -> "VerifiedAttempt":
         """Return the attempt of a roster that :func:`raycloak.attestation.core.roster.open_roster` has verified."""
-        return cls(roster, roster.digest(), input_digest, tuple(ranges), ring_bits)
+        return cls(roster, roster.digest(), input_digest, tuple(ranges), ring_bits, mixed)
 
     def header_of(self, sender: str) -> dict[str, Any]:
         """Return the fields of ``sender``'s header that follow from the attempt; ProtocolError ``roster_member``."""
@@ -161,18 +174,22 @@ def seal_header(
     *,
     vector_tags: Sequence[bytes],
     payload_tags: Sequence[bytes],
+    sum_tags: Sequence[tuple[bytes, ...]] = (),
 ) -> Envelope:
     """Sign the header of ``sender``'s arrays.
 
     Args:
         vector_tags: one per hosted virtual worker, in the roster's order.
         payload_tags: one per range, in range order.
+        sum_tags: as of the header.
     """
     payloads = tuple(
         PayloadInfo(range_index=part.index, offset=part.offset, length=part.length, tag=tag)
         for part, tag in zip(attempt.ranges, payload_tags, strict=True)
     )
-    return seal(Header(**attempt.header_of(sender), vector_tags=tuple(vector_tags), payloads=payloads), identity)
+    own = attempt.header_of(sender)
+    header = Header(**own, vector_tags=tuple(vector_tags), sum_tags=tuple(sum_tags), payloads=payloads)
+    return seal(header, identity)
 
 
 def open_header(envelope: Envelope, attempt: VerifiedAttempt, sender: str) -> Header:
@@ -193,11 +210,14 @@ def open_header(envelope: Envelope, attempt: VerifiedAttempt, sender: str) -> He
     # The length alone: a receiver has no key of a tag. The ledger compares the tags of all attempts at a step.
     if [len(tag) for tag in header.vector_tags] != [VECTOR_TAG_BYTES] * len(member.virtual_workers):
         differing.append("vector_tags")
+    wanted = [[VECTOR_TAG_BYTES] * attempt.mixed] * len(member.virtual_workers) if attempt.mixed else []
+    if [[len(tag) for tag in tags] for tags in header.sum_tags] != wanted:
+        differing.append("sum_tags")
     if differing:
         raise ProtocolError("header_mismatch", f"the header of {sender} differs in {', '.join(differing)}")
-    found, wanted = [each.range_index for each in header.payloads], [part.index for part in attempt.ranges]
-    if found != wanted:
-        raise ProtocolError("range_mismatch", f"{sender} sent ranges {found} where {wanted} were asked for")
+    found, asked = [each.range_index for each in header.payloads], [part.index for part in attempt.ranges]
+    if found != asked:
+        raise ProtocolError("range_mismatch", f"{sender} sent ranges {found} where {asked} were asked for")
     for payload, part in zip(header.payloads, attempt.ranges, strict=True):
         if (payload.offset, payload.length) != (part.offset, part.length):
             raise ProtocolError(

@@ -5,7 +5,7 @@ coordinate. The bounds used here are proved in `docs/proofs/002-ring-and-sensiti
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from raycloak.attestation.core.counted_noise import ROUNDING_VARIANCE
+from raycloak.attestation.core.counted_noise import COEFFICIENT_UNIT, ROUNDING_VARIANCE, mixed_norm
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA, decompose
@@ -38,6 +38,9 @@ LARGEST_INFLATION = 1.0
 _GAMMA_LOG2_LIMIT = 120
 # Of a float32.
 _SIGNIFICAND_BITS = 24
+_COEFFICIENT_BITS = COEFFICIENT_UNIT.bit_length() - 1
+# Of sums times coefficients, in units of both: half a coefficient's unit, for the rounding, is far within 64 bits.
+_LARGEST_MIX = 1 << 62
 # A clamp is cut to whole grid steps: by a thousandth at most, where a coarser grid is chosen for speed.
 _LEAST_CLAMP_UNITS = 1024
 
@@ -58,17 +61,18 @@ class RingSpec:
     gamma_log2: int
     clamp: float
 
-    def holds(self, virtual_workers: int, sigma: float) -> bool:
+    def holds(self, virtual_workers: int, sigma: float, coefficients: Sequence[int] = ()) -> bool:
         """Return whether ``virtual_workers`` noised vectors add up as :func:`fit_ring` guarantees, on a grid as above.
 
         Args:
             sigma: standard deviation of one virtual worker's noise in ring units.
+            coefficients: by which a vector mixes clamped sums; none where it is one.
         """
         if not abs(self.gamma_log2) <= _GAMMA_LOG2_LIMIT:
             return False
         units = Fraction(self.clamp) / Fraction(2) ** self.gamma_log2
         whole = units.denominator == 1 and units == _cut(units.numerator) and units > 0
-        return whole and _load(virtual_workers, units.numerator, sigma) < 1 << (self.bits - 1)
+        return whole and _is_held(virtual_workers, units.numerator, sigma, coefficients, self.bits)
 
 
 def _cut(units: int) -> int:
@@ -82,6 +86,16 @@ def _load(virtual_workers: int, clamp_units: int, sigma: float) -> int:
     # A square root of at most 2^63 is off by far less than the unit added here, next to 16·σ.
     tail = math.ceil(TAIL_DEVIATIONS * Fraction(sigma) * Fraction(math.sqrt(virtual_workers))) + 1
     return virtual_workers * clamp_units + (virtual_workers + 1) // 2 + tail
+
+
+def _is_held(virtual_workers: int, clamp_units: int, sigma: float, coefficients: Sequence[int], bits: int) -> bool:
+    """Return whether a ring holds the sum of so many vectors, each of which mixes clamped sums."""
+    if not coefficients:
+        return _load(virtual_workers, clamp_units, sigma) < 1 << (bits - 1)
+    mixed = sum(coefficients) * clamp_units
+    # A mix is computed in 64 bits before it is rounded.
+    fits = mixed < _LARGEST_MIX
+    return fits and _load(virtual_workers, -(-mixed // COEFFICIENT_UNIT), sigma) < 1 << (bits - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +121,7 @@ class RingDemand:
         dimension: d. virtual_workers: V.
         noise_multiplier: z; 0 for a run without noise, which has no bounds on sigma or inflation.
         honest_share: h in (0, 1].
+        coefficients: by which a vector mixes clamped sums, in 2^-16; none where it is one.
     """
 
     max_grad_norm: float
@@ -115,6 +130,7 @@ class RingDemand:
     virtual_workers: int
     noise_multiplier: float
     honest_share: float
+    coefficients: tuple[int, ...] = ()
 
     def clamp_units(self, gamma_log2: int) -> int:
         """Return the clamp in ring units, rounded down to what a float32 holds."""
@@ -122,8 +138,10 @@ class RingDemand:
 
     def needed_variance(self, gamma_log2: int) -> Fraction:
         """Return a number above (z·C'/γ)² + 4, by far less than a float rounds."""
-        root = Fraction(math.isqrt(self.dimension << 104) + 1, 1 << 52)
-        sensitivity = Fraction(self.max_grad_norm) / Fraction(2) ** gamma_log2 + root
+        sensitivity = Fraction(self.max_grad_norm) / Fraction(2) ** gamma_log2 + _root(self.dimension)
+        if self.coefficients:
+            rounded = _root(len(self.coefficients) * self.dimension)
+            sensitivity = mixed_norm(self.coefficients) * sensitivity + rounded
         return (Fraction(self.noise_multiplier) * sensitivity) ** 2 + Fraction(ROUNDING_VARIANCE)
 
     def is_paid_by(self, sigma: float, gamma_log2: int) -> bool:
@@ -147,8 +165,10 @@ class RingDemand:
         return sigma
 
     def inflation(self, gamma_log2: int) -> float:
-        """Return C'/C - 1."""
-        return math.ldexp(math.sqrt(self.dimension), gamma_log2) / self.max_grad_norm
+        """Return C'/(‖c‖C) - 1."""
+        rounded = math.ldexp(math.sqrt(self.dimension), gamma_log2) / self.max_grad_norm
+        bands = len(self.coefficients)
+        return rounded * (1 + math.sqrt(bands) / float(mixed_norm(self.coefficients))) if bands else rounded
 
     def __str__(self) -> str:
         return (
@@ -170,8 +190,9 @@ def fit_ring(
     It is the finest one, or the finest of those whose noise takes the fewest base draws at an affordable inflation.
 
     Guarantee: the sum of V clamped vectors cannot overflow, and overflows with noise only beyond 16 standard
-    deviations of the whole noise: V·clamp/γ + V/2 + 16·σ·√V < 2^(bits-1). Noise pays for the rounded sensitivity:
-    V·h·σ² ≥ (z·C'/γ)² + 4 with C' = C + γ√d, in exact arithmetic, and 16 ≤ σ ≤ 2^40.
+    deviations of the whole noise: V·clamp/γ + V/2 + 16·σ·√V < 2^(bits-1), with Σc·clamp for the clamp where vectors
+    mix sums. Noise pays for the rounded sensitivity: V·h·σ² ≥ (z·C'/γ)² + 4 with C' = C + γ√d, or
+    ‖c‖(C + γ√d) + γ√(bd) where b sums are mixed, in exact arithmetic, and 16 ≤ σ ≤ 2^40.
 
     Args:
         bits: ring width; ``auto`` takes 32 when the inflation is below 1 %, else 64.
@@ -191,10 +212,16 @@ def fit_ring(
     return finest if affordable is None or finest.sigma == 0 else _fewest_draws(demand, finest, affordable)
 
 
+def _root(number: int) -> Fraction:
+    """Return a number above √number, by far less than a float rounds."""
+    return Fraction(math.isqrt(number << 104) + 1, 1 << 52)
+
+
 def _fit(demand: RingDemand, bits: RingBits) -> RingFit:
     for gamma_log2 in range(-_GAMMA_LOG2_LIMIT, _GAMMA_LOG2_LIMIT + 1):
         units, sigma = demand.clamp_units(gamma_log2), demand.sigma(gamma_log2)
-        if sigma <= MAX_SIGMA and _load(demand.virtual_workers, units, sigma) < 1 << (bits - 1):
+        held = sigma <= MAX_SIGMA and _is_held(demand.virtual_workers, units, sigma, demand.coefficients, bits)
+        if held:
             return _accepted(demand, bits, gamma_log2, sigma)
     raise _capacity(demand, bits, "No grid step holds the sum")
 
@@ -299,6 +326,40 @@ def encode_into(values: FloatVector, spec: RingSpec, out: RingVector, threads: W
             np.copyto(words[place], work, casting="unsafe")
 
     threads.share(threads.cut(len(values), PIECE_WORDS), encode)
+
+
+def mix_into(
+    sums: Sequence[RingVector], coefficients: Sequence[int], out: RingVector, threads: WordThreads = ONE_THREAD
+) -> None:
+    """Write the mix of encoded sums [d] to ``out`` [d], in 64 bits exactly and rounded half to even once.
+
+    Args:
+        sums: of the newest step first, at most as many as ``coefficients``; those that lack are zero.
+        coefficients: in units of 2^-16.
+        out: memory of its own, of the ring of the sums.
+    """
+    require_bound(0 < len(sums) <= len(coefficients), "a mix has a coefficient for each sum")
+    require_bound(all(each.shape == out.shape and each.dtype == out.dtype for each in sums), "sums have one ring")
+    signed = np.int32 if out.itemsize == 4 else np.int64
+    words, block, half = out.view(signed), CACHE_BLOCK_BYTES // 8, COEFFICIENT_UNIT // 2
+
+    def mix(pieces: Iterator[range]) -> None:
+        total, scratch, rest = (np.empty(block, np.int64) for _ in range(3))
+        for place in blocks_of(pieces, block):
+            length = place.stop - place.start
+            mixed, term, left = total[:length], scratch[:length], rest[:length]
+            mixed.fill(0)
+            for each, coefficient in zip(sums, coefficients, strict=False):
+                np.multiply(each.view(signed)[place], coefficient, out=term, dtype=np.int64)
+                np.add(mixed, term, out=mixed)
+            np.bitwise_and(mixed, COEFFICIENT_UNIT - 1, out=left)
+            np.right_shift(mixed, _COEFFICIENT_BITS, out=mixed)
+            # Up above the half, and at it where the quotient is odd.
+            np.add(left, np.bitwise_and(mixed, 1, out=term), out=left)
+            np.add(mixed, left > half, out=mixed)
+            np.copyto(words[place], mixed, casting="unsafe")
+
+    threads.share(threads.cut(len(out), PIECE_WORDS), mix)
 
 
 def decode(total: RingVector, gamma_log2: int, out: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
