@@ -237,6 +237,18 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _nothing_between_mixed_steps(self) -> Self:
+        if self.dp_config.noise.correlated == "off":
+            return self
+        if self.dataset is not None and self.dataset.kind == "sent":
+            raise ValueError("dp_config.noise.correlated: a client chooses the steps of what it sends, so leave it off")
+        if self.measurements != MeasurementsConfig():
+            raise ValueError(
+                "dp_config.noise.correlated: no proof covers measurements between its steps; leave one out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _masks_withstand_it(self) -> Self:
         colluding = self.masks.colluding_workers
         if colluding is None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from raycloak.attestation.core.counted_noise import MOST_BANDS
 from raycloak.attestation.core.secret_urls import secret_in
 from raycloak.coordinator.config.section import Section
 from raycloak.workers.inputs.augmentation import SHIFT
@@ -96,6 +97,30 @@ Place = Annotated[str, Field(min_length=1), AfterValidator(without_secret)]
 Side = Annotated[int, Field(gt=0, le=2**14)]
 
 
+class NoiseConfig(Section):
+    """Noise that is correlated over steps, so that much of it cancels in the weights; see `docs/privacy.md`.
+
+    Attributes:
+        correlated: ``auto`` has the plan choose, and ``off`` gives each step noise of its own.
+        bands: b, over how many steps, where the plan is not to choose.
+    """
+
+    correlated: Literal["off", "auto"] = "off"
+    bands: int | None = Field(default=None, ge=2, le=MOST_BANDS)
+
+    @field_validator("correlated", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, given: Any) -> Any:
+        # YAML reads a bare off as false.
+        return "off" if given is False else given
+
+    @model_validator(mode="after")
+    def _bands_of_what(self) -> Self:
+        if self.bands is not None and self.correlated == "off":
+            raise ValueError("bands belong to correlated noise: set correlated: auto")
+        return self
+
+
 class DPConfig(Section):
     """Differential privacy. Either ``target_epsilon`` or ``noise_multiplier``, never both.
 
@@ -111,6 +136,7 @@ class DPConfig(Section):
             platform and GPU, and no machine gets more than ``min_workers`` workers make necessary.
         accountant: the accountant that solves the noise and holds the account. ``auto`` is ``pld`` for an account that
             the run opens, and the account's own for one that exists.
+        noise: whether the noise of steps is correlated.
     """
 
     enabled: bool = True
@@ -124,6 +150,7 @@ class DPConfig(Section):
     clipping: Literal["norm", "normalised"] = "norm"
     colluding_workers: int = Field(default=0, ge=0)
     accountant: Literal["auto", "rdp", "pld"] = "auto"
+    noise: NoiseConfig = NoiseConfig()
 
     @model_validator(mode="after")
     def _one_dial(self) -> Self:
@@ -133,6 +160,10 @@ class DPConfig(Section):
             raise ValueError("noise_multiplier needs an epsilon_cap")
         if not self.enabled and self.clipping != "norm":
             raise ValueError("clipping belongs to private runs; without privacy, no gradient is clipped")
+        if self.noise.correlated != "off" and not self.enabled:
+            raise ValueError("noise.correlated belongs to private runs; without privacy, there is no noise")
+        if self.noise.correlated != "off" and self.noise.bands is None and self.target_epsilon is None:
+            raise ValueError("noise.correlated: auto chooses bands for a target_epsilon; give noise.bands")
         return self
 
 

@@ -75,7 +75,7 @@ class PricedRun:
         ]
         orders = len(self.registered.step_rdp[0])
         rdp = weighted_sum_up([(count, each.step_rdp) for count, each in private], orders)
-        releases = tuple(release_of(each.mechanism, count) for count, each in private if count)
+        releases = tuple(release_of(each.mechanism, charged[each.mechanism.query]) for count, each in private if count)
         return Spend(tuple(map(float, rdp)), tuple(count for count, _ in private), releases, self.quote)
 
 

@@ -71,6 +71,7 @@ class BatchTerms:
         accountant: of the account that pays. epsilon_cap: of it.
         largest_rows: most rows of a micro-batch that memory holds.
         units: what epsilon protects of the data.
+        parts: of a slice, of which a step draws from one.
     """
 
     num_examples: int
@@ -80,6 +81,7 @@ class BatchTerms:
     epsilon_cap: float
     largest_rows: int
     units: UnitTerms
+    parts: int = 1
 
 
 def most_units(config: RunConfig, units: UnitTerms, largest_rows: int) -> int:
@@ -145,7 +147,7 @@ def hosted_at_most(virtual_workers: int, workers: int) -> int:
 
 
 def _batch_of(config: RunConfig, terms: BatchTerms, virtual_workers: int) -> PhysicalBatch:
-    slice_size = -(-terms.num_examples // virtual_workers)
+    slice_size = -(-terms.num_examples // (virtual_workers * terms.parts))
     draws = config.planned_steps * virtual_workers
     by_epsilon = bool(terms.releases) and terms.accountant == "pld" and terms.sample_rate < 1
     if by_epsilon:
@@ -172,10 +174,10 @@ def _charged_capacity(config: RunConfig, terms: BatchTerms, virtual_workers: int
     """Return the least capacity whose cuts cost at most ``CUT_EXCESS``; never below the expected draw."""
     training, *others = terms.releases
     delta = accountant_delta(config.dp_config.target_delta)
-    slice_size = -(-terms.num_examples // virtual_workers)
+    slice_size = -(-terms.num_examples // (virtual_workers * terms.parts))
 
     def cheap(capacity: int) -> bool:
-        cut = cut_at(terms.num_examples, virtual_workers, capacity)
+        cut = cut_at(terms.num_examples, virtual_workers, capacity, terms.parts)
         return cut is None or cut_excess((replace(training, cut=cut), *others), delta) <= CUT_EXCESS
 
     return least(cheap, math.ceil(terms.sample_rate * slice_size), slice_size)

@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from raycloak.attestation.core.counted_noise import COEFFICIENT_UNIT
+from raycloak.attestation.core.counted_noise import COEFFICIENT_UNIT, LARGEST_COEFFICIENT
 from raycloak.metrics.errors import ConfigError
 
 MOST_STEPS: Final = 400
@@ -98,7 +98,7 @@ class Factorisation:
 
 
 def factorise(workload: Workload, bands: int) -> Factorisation:
-    """Return the coefficients of least error among those within [0, 1].
+    """Return the coefficients of least error, none below 0.
 
     Args:
         bands: b, at least 1; 1 is independent noise.
@@ -125,6 +125,12 @@ def factorise(workload: Workload, bands: int) -> Factorisation:
         norm_of(coefficients),
         amplification_of(coefficients, min(workload.epoch_steps, len(workload.rates))),
     )
+
+
+def error_of(workload: Workload, coefficients: tuple[int, ...]) -> float:
+    """Return the error of given coefficients, as of a `Factorisation`; at most ``workload.most_bands`` of them."""
+    squared, _ = squared_error(workload.kernel(), np.array(coefficients) / COEFFICIENT_UNIT)
+    return math.sqrt(squared)
 
 
 def squared_error(kernel: Vector, coefficients: Vector) -> tuple[float, Vector]:
@@ -192,7 +198,7 @@ def _least(kernel: Vector, bands: int) -> Vector:
         np.cumprod((2 * lags - 1) / (2 * lags)),
         jac=True,
         method="L-BFGS-B",
-        bounds=[(0.0, 1.0)] * (bands - 1),
+        bounds=[(0.0, LARGEST_COEFFICIENT / COEFFICIENT_UNIT)] * (bands - 1),
     )
     return np.concatenate(([1.0], found.x))
 

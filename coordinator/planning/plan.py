@@ -49,6 +49,7 @@ from raycloak.coordinator.planning.batches import (
     fixed_virtual_workers,
     hosted_at_most,
 )
+from raycloak.coordinator.planning.correlated_noise import NoiseGain, chosen_coefficients, gain_of
 from raycloak.coordinator.planning.masks import MaskPlan, plan_masks
 from raycloak.coordinator.planning.measurements import (
     MechanismCost,
@@ -133,6 +134,7 @@ class Plan:
         gpu_bytes: of parameters and sums on each GPU of a worker; empty on CPUs, and in a run's plan.
         evaluation_data: how the evaluation split is kept; None without one.
         key_service: address of the data owner's key service, which gives the second half of every virtual-worker key.
+        noise_gain: what correlated noise gains; None where each step has noise of its own.
         warnings: sentences for the reader; nothing here stops a run.
     """
 
@@ -163,6 +165,7 @@ class Plan:
     evaluation_data: Kept | None
     key_service: str | None
     warnings: tuple[str, ...]
+    noise_gain: NoiseGain | None = None
     data_check: str | None = None
     groups: tuple[str, ...] = ()
     gpu_bytes: tuple[int, ...] = ()
@@ -214,6 +217,7 @@ def make_plan(
     largest_rows: int = UNMEASURED_ROWS,
     sparse_masks: bool | None = None,
     units: UnitTerms | None = None,
+    coefficients: tuple[int, ...] | None = None,
 ) -> Plan:
     """Return the mechanism of a run and all that follows from it; arguments as :func:`plan_mechanism`.
 
@@ -225,7 +229,8 @@ def make_plan(
     require_assertions()
     require_config(config)
     config = config.sized(num_examples)
-    mechanism = plan_mechanism(config, num_examples, dimension, account, largest_rows, sparse_masks, units)
+    as_recorded = sparse_masks, units, coefficients
+    mechanism = plan_mechanism(config, num_examples, dimension, account, largest_rows, *as_recorded)
     run = Schedule(mechanism, plan_measurements(config, mechanism, largest_rows))
     cap, delta = cap_for(config, account), config.dp_config.target_delta
     slack = _slack(run, cap, delta)
@@ -266,7 +271,7 @@ def make_plan(
         epsilon_one_worker=one_worker if math.isfinite(one_worker) else None,
         rows_per_expected_row=rows_per_expected_row(mechanism),
         delta_terms=slack,
-        sensitivity_inflation=mechanism.sensitivity / mechanism.max_grad_norm - 1,
+        sensitivity_inflation=mechanism.inflation,
         rounding_cost=_rounding_cost(mechanism, delta),
         base_draws=decompose(mechanism.sigma).draws if mechanism.private else 0,
         bytes_per_step=masked_bytes,
@@ -277,6 +282,7 @@ def make_plan(
         data_sealed=config.dataset is not None and config.dataset.kind == "sealed",
         evaluation_data=config.evaluation.kept if config.evaluation else None,
         key_service=config.key_service.address if config.key_service else None,
+        noise_gain=gain_of(config, mechanism, hosted, delta),
         warnings=(*_warnings(config, mechanism, steps), *generous),
     )
 
@@ -303,6 +309,7 @@ def plan_mechanism(
     largest_rows: int = UNMEASURED_ROWS,
     sparse_masks: bool | None = None,
     units: UnitTerms | None = None,
+    coefficients: tuple[int, ...] | None = None,
 ) -> Mechanism:
     """Return the frozen mechanism of a run.
 
@@ -320,6 +327,8 @@ def plan_mechanism(
         sparse_masks: whether some pairs of workers may not mask, as the manifest of a run that is repeated has it; as
             the configuration says, if None.
         units: what epsilon protects of the data; as the configuration says, if None.
+        coefficients: of correlated noise, as the manifest of a run that is repeated has them; chosen if None. The
+            choice depends on numerical libraries in its last bits.
 
     Raises:
         ConfigError, DatasetError, ModelError: the configuration does not fit the data or the ring; with numbers.
@@ -328,20 +337,24 @@ def plan_mechanism(
     config = config.sized(num_examples)
     check_public(config)
     _check_sizes(config, num_examples, dimension)
-    sample_rate = _sample_rate(config, num_examples)
     private, accountant = config.dp_config.enabled, accountant_for(config, account)
+    _sample_rate(config, num_examples, 1)
+    if coefficients is None:
+        coefficients = chosen_coefficients(config, num_examples, dimension, accountant)
+    bands = max(1, len(coefficients))
+    sample_rate = _sample_rate(config, num_examples, bands)
     if sparse_masks is None:
         sparse_masks = config.masks.colluding_workers is not None
-    releases = _noised_releases(config, sample_rate, accountant) if private else ()
+    releases = _noised_releases(config, sample_rate, accountant, bands) if private else ()
     cap = cap_for(config, account)
     units = units or config.unit_terms
-    terms = BatchTerms(num_examples, sample_rate, releases, accountant, cap, largest_rows, units)
+    terms = BatchTerms(num_examples, sample_rate, releases, accountant, cap, largest_rows, units, bands)
     batch = choose_batch(config, terms)
-    noise = _noise_with_cut(config, releases, batch, num_examples, accountant) if private else 0.0
+    noise = _noise_with_cut(config, releases, batch, num_examples, accountant, bands) if private else 0.0
     honest_share = _honest_share(config, batch.virtual_workers)
     # The cut counts for little beside the rounding's share, and would take seconds.
-    release = Release(sample_rate, noise, _charged_steps(config)) if private else None
-    ring = _ring(config, dimension, batch, release, honest_share)
+    release = Release(sample_rate, noise, _charged_steps(config, bands)) if private else None
+    ring = _ring(config, dimension, batch, release, honest_share, coefficients)
     return Mechanism(
         private=private,
         **units._asdict(),
@@ -365,6 +378,7 @@ def plan_mechanism(
         mask_split_probability=SPLIT_PROBABILITY if private and sparse_masks else 0.0,
         accountant=accountant,
         max_participations=config.max_participations,
+        coefficients=coefficients,
     )
 
 
@@ -400,8 +414,8 @@ def _check_sizes(config: RunConfig, num_examples: int, dimension: int) -> None:
         )
 
 
-def _sample_rate(config: RunConfig, num_examples: int) -> float:
-    """Return q; 1 for data that a client sends, which is all used."""
+def _sample_rate(config: RunConfig, num_examples: int, parts: int) -> float:
+    """Return q, of one of so many parts of the data; 1 for data that a client sends, which is all used."""
     sent = config.max_participations is not None
     if config.batch_size > num_examples:
         raise ConfigError(
@@ -410,13 +424,19 @@ def _sample_rate(config: RunConfig, num_examples: int) -> float:
             f"{' of one step' if sent else ''}.",
             f"Lower expected_batch_size or batch_size_per_worker{', or raise max_examples_per_step' if sent else ''}.",
         )
-    return 1.0 if sent else config.batch_size / num_examples
+    if config.batch_size * parts > num_examples:
+        raise ConfigError(
+            "batch_too_large",
+            f"an expected batch of {config.batch_size:g} is more than one of {parts} parts of {num_examples} examples.",
+            "Lower expected_batch_size or dp_config.noise.bands: with correlated noise a step draws from one part.",
+        )
+    return 1.0 if sent else parts * config.batch_size / num_examples
 
 
-def _charged_steps(config: RunConfig) -> int:
+def _charged_steps(config: RunConfig, bands: int) -> int:
     """Return how many of the planned steps the account pays for: those that one example can take part in."""
-    bound = config.max_participations
-    return config.planned_steps if bound is None else min(config.planned_steps, bound)
+    bound, rounds = config.max_participations, -(-config.planned_steps // bands)
+    return rounds if bound is None else min(rounds, bound)
 
 
 def keys_per_machine(config: RunConfig, virtual_workers: int) -> int | None:
@@ -442,9 +462,9 @@ def _honest_share(config: RunConfig, virtual_workers: int) -> float:
     return honest_share_of(virtual_workers, known)
 
 
-def _noised_releases(config: RunConfig, sample_rate: float, accountant: AccountantName) -> Releases:
+def _noised_releases(config: RunConfig, sample_rate: float, accountant: AccountantName, bands: int) -> Releases:
     """Return all planned releases, the gradient's first, with the noise that is configured or solved for."""
-    dp, steps = config.dp_config, _charged_steps(config)
+    dp, steps = config.dp_config, _charged_steps(config, bands)
     if dp.noise_multiplier is not None:
         noise = enough_noise(dp.noise_multiplier, "a", "Raise it, or give target_epsilon instead.")
         return (Release(sample_rate, noise, steps), *planned_measurements(config))
@@ -463,11 +483,16 @@ def _noised_releases(config: RunConfig, sample_rate: float, accountant: Accounta
 
 
 def _noise_with_cut(
-    config: RunConfig, releases: Releases, batch: PhysicalBatch, num_examples: int, accountant: AccountantName
+    config: RunConfig,
+    releases: Releases,
+    batch: PhysicalBatch,
+    num_examples: int,
+    accountant: AccountantName,
+    bands: int,
 ) -> float:
     """Return the noise multiplier of training, raised for a target by what the cut costs where epsilon pays for it."""
     training, *others = releases
-    dp, cut = config.dp_config, cut_at(num_examples, batch.virtual_workers, batch.units * batch.batches)
+    dp, cut = config.dp_config, cut_at(num_examples, batch.virtual_workers, batch.units * batch.batches, bands)
     if dp.target_epsilon is None or dp.noise_multiplier is not None or batch.overflow_probability or cut is None:
         return training.noise_multiplier
     charged = replace(training, cut=cut)
@@ -481,7 +506,12 @@ def rows_per_expected_row(mechanism: Mechanism) -> float:
 
 
 def _ring(
-    config: RunConfig, dimension: int, batch: PhysicalBatch, release: Release | None, honest_share: float
+    config: RunConfig,
+    dimension: int,
+    batch: PhysicalBatch,
+    release: Release | None,
+    honest_share: float,
+    coefficients: tuple[int, ...],
 ) -> RingFit:
     """Return the ring; by default no batch of a virtual worker can reach its clamp, or none does in practice.
 
@@ -499,6 +529,7 @@ def _ring(
         virtual_workers=batch.virtual_workers,
         noise_multiplier=release.noise_multiplier if release else 0.0,
         honest_share=honest_share,
+        coefficients=coefficients,
     )
     return fit_ring(
         demand,
@@ -513,7 +544,7 @@ def _rounding_cost(mechanism: Mechanism, delta: float) -> float:
         return 0.0
     charged = mechanism.participations(mechanism.steps)
     release = Release(mechanism.sample_rate, mechanism.noise_multiplier, charged)
-    return rounding_cost(release, mechanism.sensitivity / mechanism.max_grad_norm - 1, delta)
+    return rounding_cost(release, mechanism.inflation, delta)
 
 
 def _slack(run: Schedule, cap: float, delta: float) -> DeltaSlack:

@@ -77,14 +77,21 @@ def data_rows(run: RunData) -> Rows:
     return rows
 
 
+def _correlated(mechanism: Mechanism) -> str:
+    if mechanism.bands == 1:
+        return ""
+    return f", of all {mechanism.bands} releases together that one {mechanism.unit} is mixed into"
+
+
 def sampling_rows(run: RunData) -> Rows:
     """Return how examples are drawn, clipped and noised; empty without a manifest."""
     if run.manifest is None:
         return []
     mechanism = run.manifest.computation.mechanism
-    sent, passes = mechanism.max_participations is not None, mechanism.steps * mechanism.sample_rate
+    sent, passes = mechanism.max_participations is not None, mechanism.expected_passes()
     units = units_word(mechanism)
-    drawn = f"each {mechanism.unit} by itself with probability {mechanism.sample_rate:.6g} in each step (Poisson)"
+    turns = f"in every {mechanism.bands}th step, its own" if mechanism.bands > 1 else "in each step"
+    drawn = f"each {mechanism.unit} by itself with probability {mechanism.sample_rate:.6g} {turns} (Poisson)"
     all_steps = "" if sent else f"; {passes:.3g} passes in {mechanism.steps} steps"
     rows = [
         ("unit of privacy", f"{unit_text(mechanism)}, replaced by a contribution of zero"),
@@ -105,7 +112,7 @@ def sampling_rows(run: RunData) -> Rows:
     return [
         *rows,
         ("clipping norm", f"{mechanism.max_grad_norm:g}, of one {mechanism.unit}'s gradient{normalised}"),
-        ("noise multiplier", f"{mechanism.noise_multiplier:.6g}"),
+        ("noise multiplier", f"{mechanism.noise_multiplier:.6g}{_correlated(mechanism)}"),
         ("noise counted on", f"{mechanism.honest_share:.0%} of the virtual workers"),
         ("δ", f"{delta:g}; one over {others} is {1 / most:.2g}"),
         ("cap of the account", "none given" if cap is None else f"ε {cap:g}"),

@@ -117,7 +117,9 @@ def admit(
     sparse = None if recorded is None else recorded.mask_colluders is not None
     # As the descriptor has it: the configuration knows nothing of examples in memory.
     units = order.setup.dataset.unit_terms
-    planned = make_plan(config, facts.num_examples, dimension(facts.tensors), paying, facts.largest_rows, sparse, units)
+    coefficients = None if recorded is None else recorded.computation.mechanism.coefficients
+    as_recorded = facts.largest_rows, sparse, units, coefficients
+    planned = make_plan(config, facts.num_examples, dimension(facts.tensors), paying, *as_recorded)
     plan = with_notes(planned, facts.model_notes, facts.left_out)
     for warning in _beside_others(order, facts, plan, ledger, account).warnings:
         reporter.to.warned(warning)

@@ -60,9 +60,15 @@ def plan_rows(plan: "Plan") -> Iterator[tuple[str, str]]:
         yield "examples", most
         yield from participation_rows(mechanism.max_participations, mechanism.steps)
     else:
-        epochs = f"{mechanism.steps * mechanism.sample_rate:.3g} epochs in {mechanism.steps} steps"
+        epochs = f"{mechanism.expected_passes():.3g} epochs in {mechanism.steps} steps"
         counted = f"{mechanism.num_examples:,} {units_word(mechanism)}"
-        yield "sample rate", f"{mechanism.sample_rate:.4g} of {counted}, {epochs}"
+        part = f" of one of {mechanism.bands} parts" if mechanism.bands > 1 else ""
+        yield "sample rate", f"{mechanism.sample_rate:.4g}{part} of {counted}, {epochs}"
+    if (gain := plan.noise_gain) is not None:
+        same = f"an error of the weights that would cost ε {epsilon_text(gain.epsilon_independent)} with own noise"
+        yield "correlated noise", f"over {gain.bands} steps: {gain.share:.2f} of the error of own noise, {same}"
+        sums, store = map(size_text, gain.state_bytes)
+        yield "earlier steps", f"{sums} in each worker, {store} in the object store"
     # Where there is more than training: each mechanism with what it would cost alone.
     for each in plan.mechanism_costs if len(plan.mechanism_costs) > 1 else ():
         times = "once" if each.releases == 1 else f"{each.releases} times"
