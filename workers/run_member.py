@@ -315,13 +315,15 @@ class RunMember:
         Guarantee: sums of earlier steps that are kept, and models that they may be computed of, are of the steps that
         were charged before this one.
         """
-        manifest, ranges = self.manifest, len(request.ranges)
+        manifest = self.manifest
         chained = manifest.computation.mechanism_of(roster.query).bands > 1
         reach = manifest.computation.reach(roster.step) if chained else 0
-        if request.past > reach or len(parameters) != ranges * (request.past + 1):
+        # A measurement's model may be cut in another way than what it releases.
+        ranges, rest = divmod(len(parameters), request.past + 1)
+        if request.past > reach or rest:
             raise ProtocolError("past_mismatch", f"step {roster.step} mixes sums of {reach} steps before")
         # Verified and computed on one copy: shared memory could change in between.
-        flat = own_copy(parameters[-ranges:], self._threads)
+        flat = own_copy(parameters[ranges * request.past :], self._threads)
         # So an engine may load it once for all virtual workers.
         flat.setflags(write=False)
         past, first = dict[int, tuple[Sequence[np.ndarray], bytes]](), roster.step - request.past

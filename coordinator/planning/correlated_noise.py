@@ -99,11 +99,8 @@ def gain_of(config: RunConfig, mechanism: Mechanism, hosted: int, delta: float) 
     workload = workload_of(config)
     share = error_of(workload, mechanism.coefficients) / factorise(workload, 1).error
     # Noise of each step's own that leaves the same error.
-    noise, rate, rounds = (
-        mechanism.noise_multiplier * share,
-        mechanism.sample_rate / bands,
-        -(-mechanism.steps // bands),
-    )
+    noise, rate = mechanism.noise_multiplier * share, mechanism.sample_rate / bands
+    rounds = mechanism.participations(mechanism.steps)
     epsilon = epsilon_of(rate, noise, mechanism.steps, delta, mechanism.accountant)
     spent = epsilon_of(mechanism.sample_rate, mechanism.noise_multiplier, rounds, delta, mechanism.accountant)
     independent = solve_noise_multiplier(spent, delta, rate, mechanism.steps, mechanism.accountant)

@@ -53,7 +53,7 @@ def test_changing_any_field_changes_the_digest(name: str):
 
 def test_every_field_is_covered_by_this_test():
     fixed = {"unit", "rows_per_unit", "adjacency", "accountant", "max_participations", "mask_split_probability"}
-    fixed |= {"clipping", "copies"}
+    fixed |= {"clipping", "coefficients", "copies"}
     assert set(Mechanism.model_fields) == set(VALUES) | fixed
 
 
