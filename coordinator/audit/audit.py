@@ -148,6 +148,12 @@ def audit(
         task = CanaryTask.of(config, base, coins.tolist())
         task.write(folder)
         planned = mechanism_of(config, base)
+        if planned.bands > 1:
+            raise ConfigError(
+                "audit_noise",
+                "an audit compares the models of single steps, and correlated noise hides an example in several.",
+                "Audit the configuration with dp_config.noise.correlated: off: sampling and clipping are the same.",
+            )
         # Epochs are counted over the configuration's own examples: more examples make no other number of steps.
         config = config.sized(planned.num_examples)
         audited = _audited(config, planned, canaries)
@@ -216,7 +222,8 @@ def _is_free(config: RunConfig) -> bool:
 def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
     """Replace the configuration's task by the canaries', at the planned sampling rate and noise."""
     assert config.dataset is not None, "the task was made from it"
-    noise = {"target_epsilon": None, "noise_multiplier": planned.noise_multiplier, "epsilon_cap": account_cap(config)}
+    noise = {"noise_multiplier": planned.noise_multiplier, "noise": {"correlated": "off"}}
+    noise |= {"target_epsilon": None, "epsilon_cap": account_cap(config)}
     kept = config.model_dump(include=KEPT if _is_free(config) else {*KEPT, "ledger"})
     own = {
         "name": f"{config.name}-audit",

@@ -307,7 +307,7 @@ def plan(
         own_callbacks(loaded.callbacks, (), config_dir)
         plan = plan_of(loaded, config_dir)
     search = search_of(plan, trials) if trials is not None else None
-    choices = batch_choices(plan) if advise else ()
+    choices = batch_choices(plan, loaded) if advise else ()
     fields = plan.as_json() | {"evidence_classes": classes} | ({"search": search.as_json()} if search else {})
     if advise:
         fields["choices"] = [asdict(each) for each in choices]

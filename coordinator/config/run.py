@@ -75,7 +75,8 @@ class RunConfig(Section):
         use_gpu: gives each worker a share of a GPU; ``if_there`` lets all compute on the CPU where none can be given.
         virtual_workers: V, fixed for the run; the result does not depend on how workers host them. The plan chooses it
             if absent.
-        batch_size_per_worker, expected_batch_size: the public batch size, one of the two.
+        batch_size_per_worker, expected_batch_size: the public batch size, one of the two. With ``epochs`` and noise
+            that the plan may correlate it takes neither, and the plan chooses.
         micro_batch_size: most physical rows per forward pass; if absent, as many as memory holds.
         micro_batch_bytes: memory that one micro-batch may take beside the model, in bytes; ``auto`` is 1 GiB on a CPU,
             and on a GPU 16 GiB, or half of what the model leaves of the worker's share if that is less.
@@ -177,8 +178,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.batch_size_per_worker is None) == (self.expected_batch_size is None):
-            raise ValueError("give exactly one of batch_size_per_worker and expected_batch_size")
+        given = (self.batch_size_per_worker is not None) + (self.expected_batch_size is not None)
+        if given > 1 or (given == 0 and not self.leaves_the_batch):
+            raise ValueError(
+                "give exactly one of batch_size_per_worker and expected_batch_size; with epochs, a target_epsilon and "
+                "dp_config.noise.correlated: auto the plan can choose it"
+            )
         if self.micro_batch_size is not None and self.micro_batch_bytes != "auto":
             raise ValueError("give micro_batch_size, which takes no measurement, or micro_batch_bytes, not both")
         if self.steps is not None and self.epochs is not None:
@@ -376,6 +381,13 @@ class RunConfig(Section):
     def unit_terms(self) -> UnitTerms:
         """What epsilon protects of ``dataset``; of examples in memory their descriptor tells it."""
         return UnitTerms() if self.dataset is None else self.dataset.unit_terms
+
+    @property
+    def leaves_the_batch(self) -> bool:
+        """Whether there is enough for the plan to choose the batch, should none be given."""
+        dp = self.dp_config
+        chooses = dp.enabled and dp.noise.correlated == "auto" and dp.noise.bands is None
+        return chooses and dp.target_epsilon is not None and self.epochs is not None
 
     @property
     def batch_size(self) -> float:

@@ -1,18 +1,21 @@
-"""Correlated noise: whether a run has it, by which coefficients, and what it gains.
+"""Correlated noise: whether a run has it, by which coefficients, in which batches, and what it gains.
 
 Hides the comparison of factorisations at one epsilon. More bands cancel more of the noise in the weights, and cost more
 noise: each unit then takes part at a higher rate, in fewer steps, and by a longer column.
+
+Choices are made by Renyi differential privacy, whatever accountant pays: they need no account, and differ rarely.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
 from raycloak.coordinator.accounting.calibration import epsilon_of, solve_noise_multiplier
-from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.config.sections import SCHEDULES, OptimizerConfig
 from raycloak.coordinator.planning.factorisation import Workload, error_of, factorise
 from raycloak.coordinator.planning.manifest import optimizer_spec
-from raycloak.workers.terms.mechanism import AccountantName, Mechanism
+from raycloak.workers.terms.mechanism import Mechanism
 
 TRIED_BANDS: Final = (4, 8, 16, 32)
 """More gain no more in any setting that was measured, and each band is one model's worth of memory."""
@@ -24,6 +27,17 @@ what models learn, in six settings that were simulated."""
 LARGEST_STATE: Final = 2**32
 """Bytes that sums and releases of earlier steps may take where the plan chooses their number: of a machine of 16 GB, a
 quarter."""
+
+LEAST_BATCH: Final = 256
+"""Examples of a step below which the plan chooses no batch: in a smaller one, charge, roster and masks of a small model
+take as long as its gradients."""
+
+FEWEST_STEPS: Final = 25
+"""Steps below which the plan chooses no batch: the error by noise then says little of what is learned."""
+
+BATCH_TOLERANCE: Final = 1.15
+"""Of the least error, within which the smallest batch is chosen: at one error, more and smaller steps learn more. It
+chose as measurements did in six settings that were simulated."""
 
 # So many rates decide on any number of bands.
 _RATES: Final = 2**14
@@ -47,9 +61,50 @@ class NoiseGain:
     state_bytes: tuple[int, int]
 
 
-def chosen_coefficients(
-    config: RunConfig, num_examples: int, dimension: int, accountant: AccountantName
-) -> tuple[int, ...]:
+def settled(config: RunConfig, num_examples: int, dimension: int) -> RunConfig:
+    """Return the configuration with its epochs counted as steps, and with a batch where it leaves that to the plan.
+
+    Of batches that double from ``LEAST_BATCH``, each with its own best bands and as many passes, in ``FEWEST_STEPS`` at
+    least, it takes the smallest whose error of the weights is within ``BATCH_TOLERANCE`` of the least.
+
+    Raises:
+        ConfigError: as `RunConfig.sized` and :func:`chosen_coefficients`.
+    """
+    if config.expected_batch_size is not None or config.batch_size_per_worker is not None:
+        return config.sized(num_examples)
+    found: list[tuple[float, RunConfig]] = []
+    batch = min(LEAST_BATCH, num_examples)
+    while batch <= num_examples:
+        given = config.model_dump(mode="json") | {"expected_batch_size": batch}
+        candidate = parse_config(given).sized(num_examples)
+        if found and candidate.planned_steps < FEWEST_STEPS:
+            break
+        found.append((_error_by_noise(candidate, num_examples, dimension), candidate))
+        batch *= 2
+    least = min(error for error, _ in found)
+    return next(candidate for error, candidate in found if error <= BATCH_TOLERANCE * least)
+
+
+def _error_by_noise(config: RunConfig, num_examples: int, dimension: int) -> float:
+    """Return the error of the weights by noise, in a unit that is the same for all batches of as many passes."""
+    _, noise, share = best_noise(config, num_examples, dimension)
+    return noise * share / (config.batch_size * math.sqrt(config.planned_steps))
+
+
+def best_noise(config: RunConfig, num_examples: int, dimension: int) -> tuple[int, float, float]:
+    """Return the bands that a plan would have, their noise multiplier, and their error at it over that of one band."""
+    coefficients = chosen_coefficients(config, num_examples, dimension)
+    bands, dp = max(1, len(coefficients)), config.dp_config
+    assert dp.target_epsilon is not None, "bands and batches are chosen for a target"
+    rate, rounds = bands * config.batch_size / num_examples, -(-config.planned_steps // bands)
+    noise = solve_noise_multiplier(dp.target_epsilon, dp.target_delta, rate, rounds)
+    if not coefficients:
+        return 1, noise, 1.0
+    workload = workload_of(config)
+    return bands, noise, error_of(workload, coefficients) / factorise(workload, 1).error
+
+
+def chosen_coefficients(config: RunConfig, num_examples: int, dimension: int) -> tuple[int, ...]:
     """Return the coefficients of a run's noise, in 2^-16; empty for noise of each step's own.
 
     Asked to choose, it takes the number of bands with the least error of the weights at the target epsilon, and none
@@ -72,7 +127,7 @@ def chosen_coefficients(
 
     def error(bands: int, of_unit: float) -> float:
         assert dp.target_epsilon is not None, "asked above"
-        given = bands * rate, -(-steps // bands), accountant
+        given = bands * rate, -(-steps // bands)
         return of_unit * solve_noise_multiplier(dp.target_epsilon, dp.target_delta, *given)
 
     best: tuple[int, ...] = ()

@@ -17,6 +17,7 @@ from raycloak.coordinator.ledger.known_data import check_unknown
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import RegistrationTerms
 from raycloak.coordinator.ledger.view import LedgerView
+from raycloak.coordinator.planning.correlated_noise import settled
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.first_look import first_look
@@ -90,7 +91,8 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     spec = optimizer_spec(config.optimizer, config_dir)
     if (augment := descriptor(config.dataset).augment) is not None:
         Versions(augment, form, config_dir)
-    groups = try_rule(spec, trainable_tensors(model), config.sized(form.population).planned_steps, config_dir)
+    config = settled(config, *facts.sizes)
+    groups = try_rule(spec, trainable_tensors(model), config.planned_steps, config_dir)
     if (split := public_split(config, config_dir)) is not None:
         split.check(model, config.loss_name)
         split.require_features(facts.opened.features)
@@ -139,7 +141,7 @@ def mechanism_of(config: RunConfig, config_dir: Path) -> Mechanism:
         view, name, paying = _payer(ledger, config, config_dir, facts.data)
         if paying is None and config.dataset is not None and config.dataset.public:
             check_unknown(name, facts.data, view.known)
-    return plan_mechanism(config.sized(facts.form.population), *facts.sizes, paying, facts.largest_rows)
+    return plan_mechanism(config, *facts.sizes, paying, facts.largest_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ from raycloak.coordinator.planning.batches import (
     fixed_virtual_workers,
     hosted_at_most,
 )
-from raycloak.coordinator.planning.correlated_noise import NoiseGain, chosen_coefficients, gain_of
+from raycloak.coordinator.planning.correlated_noise import NoiseGain, chosen_coefficients, gain_of, settled
 from raycloak.coordinator.planning.masks import MaskPlan, plan_masks
 from raycloak.coordinator.planning.measurements import (
     MechanismCost,
@@ -228,7 +228,7 @@ def make_plan(
     """
     require_assertions()
     require_config(config)
-    config = config.sized(num_examples)
+    config = settled(config, num_examples, dimension)
     as_recorded = sparse_masks, units, coefficients
     mechanism = plan_mechanism(config, num_examples, dimension, account, largest_rows, *as_recorded)
     run = Schedule(mechanism, plan_measurements(config, mechanism, largest_rows))
@@ -334,13 +334,13 @@ def plan_mechanism(
         ConfigError, DatasetError, ModelError: the configuration does not fit the data or the ring; with numbers.
         RefusedError: ``not_public``.
     """
-    config = config.sized(num_examples)
+    config = settled(config, num_examples, dimension)
     check_public(config)
     _check_sizes(config, num_examples, dimension)
     private, accountant = config.dp_config.enabled, accountant_for(config, account)
     _sample_rate(config, num_examples, 1)
     if coefficients is None:
-        coefficients = chosen_coefficients(config, num_examples, dimension, accountant)
+        coefficients = chosen_coefficients(config, num_examples, dimension)
     bands = max(1, len(coefficients))
     sample_rate = _sample_rate(config, num_examples, bands)
     if sparse_masks is None:

@@ -123,7 +123,10 @@ def _with_workers(config: RunConfig, workers: int) -> RunConfig:
     raw = config.model_dump(mode="json")
     raw |= {"num_workers": workers, "max_workers": None, "batch_size_per_worker": None}
     # All pairs mask: that needs no number of workers, and withstands more.
-    raw |= {"expected_batch_size": config.batch_size, "metrics": {}, "masks": {}}
+    raw |= {"metrics": {}, "masks": {}}
+    # One that the plan chose is in the manifest.
+    if config.batch_size_per_worker is not None:
+        raw |= {"expected_batch_size": config.batch_size}
     if workers == 1:
         raw |= {"secure_aggregation": False}
     if config.dp_config.colluding_workers == 0:

@@ -29,6 +29,7 @@ from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.membership.crew import aggregator_id
 from raycloak.coordinator.membership.founders import Founders
 from raycloak.coordinator.membership.membership import Membership
+from raycloak.coordinator.planning.correlated_noise import settled
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, optimizer_spec, run_terms
@@ -102,7 +103,7 @@ def admit(
         RaycloakError: what refuses the run; nothing was charged, but for a prepaid run whose members were refused.
     """
     session, facts = order.session, founders.facts
-    config = _recorded_shape(order).sized(facts.num_examples)
+    config = settled(_recorded_shape(order), facts.num_examples, dimension(facts.tensors))
     require_other_content(config, Path(order.setup.base), facts.data.fingerprint)
     ledger = session.control.ledger.view()
     account = account_of(ledger, config, facts.data, order.data, session.run_id)
@@ -180,8 +181,13 @@ def _recorded_shape(order: Order) -> RunConfig:
     if recorded is None:
         return config
     computation = recorded.computation
-    shape = {
-        "virtual_workers": config.virtual_workers or computation.mechanism.virtual_workers,
+    mechanism = computation.mechanism
+    # The batch, and with it the number of steps, where the plan chose it.
+    shape: dict[str, object] = {}
+    if config.expected_batch_size is None and config.batch_size_per_worker is None:
+        shape = {"expected_batch_size": mechanism.expected_batch_size, "steps": mechanism.steps, "epochs": None}
+    shape |= {
+        "virtual_workers": config.virtual_workers or mechanism.virtual_workers,
         "micro_batch_size": config.micro_batch_size or computation.largest_rows,
         # What it gave are the rows on record.
         "micro_batch_bytes": "auto",

@@ -165,5 +165,7 @@ def choice_rows(choices: "Iterable[BatchChoice]") -> Iterator[tuple[str, str]]:
     for each in choices:
         size = f"expected_batch_size {each.expected_batch_size:g} in {each.steps} steps"
         noise = f"noise multiplier {each.noise_multiplier:.4g}, {each.noise_to_batch:.3g} C in an average gradient"
+        if each.bands > 1:
+            noise += f" by {each.bands} bands"
         marks = " (this plan)" * each.is_planned + " (advised)" * each.is_advised
         yield "choice", f"{size}: {noise}{marks}"

@@ -15,7 +15,7 @@ def test_choices_compute_as_many_rows_for_the_same_epsilon_and_the_advised_one_h
     """The case of the module: two passes over 60,000 examples at epsilon 3."""
     asked = config(expected_batch_size=512.0, steps=234, dp_config={"target_epsilon": 3.0})
     plan = make_plan(asked, num_examples=60_000, dimension=100)
-    choices = batch_choices(plan)
+    choices = batch_choices(plan, asked)
     assert [each.expected_batch_size for each in choices] == [64, 128, 256, 512, 1024, 2048, 4096]
     for each in choices:
         assert each.steps * each.expected_batch_size == pytest.approx(512 * 234, rel=0.01)
@@ -35,7 +35,7 @@ def test_choices_compute_as_many_rows_for_the_same_epsilon_and_the_advised_one_h
 
 def test_nothing_is_advised_where_all_choices_have_too_few_steps():
     asked = config(expected_batch_size=359.0, steps=20, dp_config={"target_epsilon": 8.0, "accountant": "rdp"})
-    choices = batch_choices(make_plan(asked, num_examples=1437, dimension=100))
+    choices = batch_choices(make_plan(asked, num_examples=1437, dimension=100), asked)
     assert not any(each.is_advised for each in choices)
     # No batch is larger than the data.
     assert max(each.expected_batch_size for each in choices) == 1436
@@ -43,6 +43,7 @@ def test_nothing_is_advised_where_all_choices_have_too_few_steps():
 
 def test_a_run_without_privacy_is_refused():
     public = {"kind": "digits", "public": True}
-    plan = make_plan(config(dataset=public, dp_config={"enabled": False}), num_examples=1437, dimension=100)
+    asked = config(dataset=public, dp_config={"enabled": False})
+    plan = make_plan(asked, num_examples=1437, dimension=100)
     with pytest.raises(ConfigError, match="nothing_to_advise"):
-        batch_choices(plan)
+        batch_choices(plan, asked)
