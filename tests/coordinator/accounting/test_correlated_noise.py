@@ -163,7 +163,9 @@ def test_the_input_of_a_step_names_all_steps_before():
         return before
 
     models = [bytes([step]) * 32 for step in range(4)]
-    pasts = [[b"other" + bytes(27) if step == place else each for step, each in enumerate(models)] for place in range(4)]
+    pasts = [
+        [b"other" + bytes(27) if step == place else each for step, each in enumerate(models)] for place in range(4)
+    ]
     assert len({chain(past) for past in [models, models[1:], *pasts]}) == 6
 
 
