@@ -55,10 +55,8 @@ def leg_bound(coefficients: tuple[int, ...], clip: Fraction, dimension: int = 1)
 @pytest.mark.parametrize("clip", [1, 3])
 def test_no_leg_of_one_coordinate_moves_by_more_than_the_bound(coefficients: tuple[int, ...], clip: int):
     """Each mix takes its worst context and its worst difference, so a sum that is recomputed wrongly is covered too."""
-    worst = 0
-    for delta in range(clip + 2):
-        found = [max(map(abs, each)) for each in moves(coefficients, delta)]
-        worst = max(worst, sum(each**2 for each in found))
+    by_delta = [[max(map(abs, each)) for each in moves(coefficients, delta)] for delta in range(clip + 2)]
+    worst = sum(max(of_place) ** 2 for of_place in zip(*by_delta, strict=True))
     assert worst <= leg_bound(coefficients, Fraction(clip))
     assert math.sqrt(worst) <= sensitivity_of(float(clip), 1.0, 1, coefficients)
 
@@ -163,9 +161,8 @@ def test_the_input_of_a_step_names_all_steps_before():
         return before
 
     models = [bytes([step]) * 32 for step in range(4)]
-    pasts = [
-        [b"other" + bytes(27) if step == place else each for step, each in enumerate(models)] for place in range(4)
-    ]
+    other = b"o" * 32
+    pasts = [[other if step == place else each for step, each in enumerate(models)] for place in range(4)]
     assert len({chain(past) for past in [models, models[1:], *pasts]}) == 6
 
 
@@ -258,16 +255,21 @@ def test_adaptive_legs_of_a_cut_draw_are_below_the_collinear_pair(seed: int):
     def line(centre: float) -> np.ndarray:
         return np.exp(-((grid - centre) ** 2) / (2 * z * z)) * width
 
+    claims = {centres: [(1 - p) * line(0) + p * line(each) for each in centres] for centres in ((2, -2), (1, 0))}
+    passed = False
     for _ in range(4):
         angles = np.sin(generator.normal() * grid + generator.normal(size=(2, 1)))
-        firsts = generator.uniform(-2, 2, 2)
+        firsts = np.array([2.0, -2.0]) * generator.uniform(0.3, 1, 2)
         seconds = np.sqrt(4 - firsts**2)[:, None] * angles
         moved = [law(first, second) for first, second in zip(firsts, seconds, strict=True)]
         ends = [(1 - p) * law(0.0, np.zeros_like(grid)) + p * each for each in moved]
-        claim = [(1 - p) * line(0) + p * line(centre) for centre in (2, -2)]
         for epsilon, (a, b) in itertools.product(CURVE, ((0, 1), (1, 0))):
             found = np.maximum(ends[a] - math.exp(epsilon) * ends[b], 0).sum()
-            assert found <= np.maximum(claim[0] - math.exp(epsilon) * claim[1], 0).sum() + 2e-3
+            claimed, plain = (np.maximum(one - math.exp(epsilon) * two, 0).sum() for one, two in claims.values())
+            assert found <= claimed + 1e-4
+            passed |= bool(found > plain + 1e-2)
+    # The charge of a draw without a cut would be too small.
+    assert passed
 
 
 @pytest.mark.parametrize("coefficients", [(ONE, ONE), (ONE, 3 * ONE // 2)])
