@@ -97,10 +97,10 @@ class Checkpoints:
         # First remove what a writer that died left unfinished. Nobody else writes here.
         self._start(self.storage.sweep, lambda _: None, self._not_tidied)
 
-    def due(self, finished_steps: int, newest: int = 1) -> bool:
-        """Return whether the configuration asks for a package after one of the ``newest`` finished steps."""
+    def due(self, finished_steps: int) -> bool:
+        """Return whether the configuration asks for a package after so many steps."""
         every = self.config.checkpoint_frequency
-        return every > 0 and finished_steps > 0 and finished_steps // every > (finished_steps - newest) // every
+        return every > 0 and finished_steps > 0 and finished_steps % every == 0
 
     def offer(self, snapshot: Snapshot) -> None:
         """Seal ``snapshot`` once the package in progress is done. It replaces a waiting snapshot."""

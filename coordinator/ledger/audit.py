@@ -155,6 +155,7 @@ class AuditedChain:
         private = [mechanism for mechanism in event.mechanisms if mechanism.private]
         with _held_to(entry):
             check_together(event.mechanisms)
+            rules.check_order(event.run_id, event.mechanisms, event.lineage)
             self.accounts[event.account].require_open()
             self.accounts[event.account].require_unit(event)
             check_run_data(event.run_id, event.mechanisms, event.data, account, self.known)
@@ -207,6 +208,9 @@ class AuditedChain:
         _require(charged, entry, f"it binds vectors of step {event.step}, which was not charged before")
         bound = run.bound.setdefault(event.query, {})
         _require(event.step not in bound, entry, f"it binds vectors of step {event.step} a second time")
+        bands = next(each.bands for each in run.registered.mechanisms if each.query == event.query)
+        counted = 1 <= len(event.sums) <= bands if bands > 1 else not event.sums
+        _require(counted, entry, f"it names {len(event.sums)} sums of a run that mixes those of {bands} steps")
         mixed = [run.sums.get(event.step - age) for age in range(1, len(event.sums))]
         _require(mixed == [*event.sums[1:]], entry, "its vectors mix other sums than earlier steps were bound with")
         bound[event.step] = entry.sequence

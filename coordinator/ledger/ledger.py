@@ -471,7 +471,7 @@ class PrivacyLedger:
                 ``ledger_rolled_back`` or ``witness_unavailable``.
         """
         with self._write() as rows:
-            row, _, _ = self._owned(rows, run_id, manifest_digest)
+            row, run, _ = self._owned(rows, run_id, manifest_digest)
             known = rows.about(run_id, query, step)
             if StepCharged.DOMAIN not in known:
                 raise BudgetError("step_not_charged", f"{query} step {step} of run {run_id} is not charged.")
@@ -479,7 +479,8 @@ class PrivacyLedger:
             if entry is None:
                 before = [rows.about(run_id, query, step - age) for age in range(1, len(sums))]
                 bound_before = [each.get(VectorsBound.DOMAIN) for each in before]
-                require_same_sums(query, step, sums, [each.event if each else None for each in bound_before])
+                mechanism = run.priced[query].mechanism
+                require_same_sums(mechanism, step, sums, [each.event if each else None for each in bound_before])
                 event = VectorsBound(
                     recorded_at=now(),
                     run_id=run_id,

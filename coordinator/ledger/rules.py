@@ -135,12 +135,7 @@ def registration(run: RegistrationTerms, terms: AccountOpened, fixed: bool) -> R
     # They came as objects, which nothing has checked.
     run_id, mechanisms = run.run_id, tuple(checked(Mechanism, each) for each in run.mechanisms)
     check_together(mechanisms)
-    if run.lineage is None and any(each.bands > 1 for each in mechanisms):
-        raise BudgetError(
-            "lineage_missing",
-            f"run {run_id} has correlated noise, and no aggregator that signs its models.",
-            "Let the run make the updates, or set dp_config.noise.correlated: off.",
-        )
+    check_order(run_id, mechanisms, run.lineage)
     for mechanism in mechanisms:
         # First, because the price follows from what the mechanism claims.
         if mechanism.private:
@@ -200,6 +195,19 @@ def mechanism_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[floa
     return tuple(float(each) for each in release_rdp(release_of(mechanism, 1), orders))
 
 
+def check_order(run_id: str, mechanisms: Sequence[Mechanism], lineage: Lineage | None) -> None:
+    """Refuse a run with correlated noise whose steps nothing holds to their order; BudgetError ``lineage_missing``.
+
+    Of steps that are charged out of order one unit could be in more than are counted.
+    """
+    if lineage is None and any(each.bands > 1 for each in mechanisms):
+        raise BudgetError(
+            "lineage_missing",
+            f"run {run_id} has correlated noise, and no aggregator that signs its models.",
+            "Let the run make the updates, or set dp_config.noise.correlated: off.",
+        )
+
+
 def check_claims(run_id: str, mechanism: Mechanism) -> None:
     """Refuse a private mechanism with too little noise to account for, or one that claims too few cut batches.
 
@@ -245,8 +253,10 @@ def check_accountant(run_id: str, mechanism: Mechanism, terms: AccountOpened) ->
         )
 
 
-def require_same_sums(query: Query, step: int, sums: Sequence[bytes], earlier: Sequence[Event | None]) -> None:
+def require_same_sums(mechanism: Mechanism, step: int, sums: Sequence[bytes], earlier: Sequence[Event | None]) -> None:
     """Refuse vectors that mix another sum of an earlier step than that step was bound with.
+
+    How many of them a step mixes depends on its key epoch, which aggregators know.
 
     Args:
         sums: of the step and of those before it, the newest first.
@@ -255,6 +265,9 @@ def require_same_sums(query: Query, step: int, sums: Sequence[bytes], earlier: S
     Raises:
         BudgetError: ``not_reproducible``.
     """
+    query, most = mechanism.query, mechanism.bands if mechanism.bands > 1 else 0
+    if not min(most, 1) <= len(sums) <= most:
+        raise BudgetError("not_reproducible", f"{query} step {step} names {len(sums)} sums, and mixes {most} at most.")
     for age, (own, bound) in enumerate(zip(sums[1:], earlier, strict=True), 1):
         if not isinstance(bound, VectorsBound) or bound.sums[:1] != (own,):
             raise BudgetError(
@@ -267,8 +280,8 @@ def require_same_sums(query: Query, step: int, sums: Sequence[bytes], earlier: S
 def check_shareable(terms: AccountOpened, registered: Sequence[RunRegistered]) -> None:
     """Refuse a second private run on an account whose accountant holds only one fixed plan, or beside mixed sums.
 
-    The releases of a run with correlated noise follow each other as docs/proofs/013-correlated-noise.md has them only
-    if nothing else is released about the data between them.
+    Of a run with correlated noise the filter bounds rounds, and no step alone: other charges between those of a round
+    would need a proof of their own (docs/proofs/013-correlated-noise.md).
     """
     private = [run.run_id for run in registered if is_private(run)]
     mixing = [run.run_id for run in registered for each in run.mechanisms if each.bands > 1]

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import numpy as np
+
 from raycloak.attestation.core.lineage import ModelOrigin, ModelPoint
 from raycloak.attestation.orchestrator.loads import StateLoad
 from raycloak.coordinator.aggregation.ranges import ParameterRange
@@ -21,10 +23,11 @@ from raycloak.coordinator.checkpoints.archive import Restored
 from raycloak.coordinator.checkpoints.storage import PackageStorage, located, split_location
 from raycloak.coordinator.cluster.backend import Backend
 from raycloak.coordinator.cluster.control import Control
+from raycloak.coordinator.cluster.remote import Parameters
 from raycloak.coordinator.record.folder import SavedState, write_weights
-from raycloak.coordinator.training.step_context import Model
+from raycloak.coordinator.training.step_context import EarlierStep, Model, earlier_of
+from raycloak.coordinator.vaults.calls import Reference
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError
-from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.model_digest import with_state
 from raycloak.workers.vectors.threads import WordThreads
@@ -52,7 +55,6 @@ def save(training: "Training", request: str, after: int) -> SavedState:
         _refuse("no_storage", "the run seals no packages.", "Give it a place for them: checkpoint.storage.")
     if training.finished_steps == 0:
         _refuse("no_state", "no step is finished, so there is nothing to save.", "Save after a step.")
-    _require_no_mix(training)
     held = training.held
     if held is None:
         training.seal()
@@ -147,7 +149,6 @@ def _load(training: "Training", after: int, place: str) -> StateLoad:
     if load in known and (training.finished_steps > after or known[-1] == load):
         return load
     _require_step(training, after)
-    _require_no_mix(training)
     plan, run = training.admitted.plan, training.admitted.manifest.run_id
     due = {each.query: each.due(after, plan.mechanism.steps) for each in plan.measurements} | {"gradient": after}
     # As before a crash: what was charged for the current parameters must be computed of them.
@@ -158,6 +159,7 @@ def _load(training: "Training", after: int, place: str) -> StateLoad:
             "Finish that step, then load.",
         )
     restored = restorer.opened(package)
+    _require_no_mix(training, restored)
     # Before the log has it: a load goes on from the newest committed step.
     training.runner.commit()
     control.orchestrator.load_state(load)
@@ -171,20 +173,22 @@ def take(training: "Training", restored: Restored) -> None:
     """Make a restored state the current one."""
     training.held = restored.package
     session = training.order.session
-    finished = training.finished_steps
-    origin = ModelOrigin(standing=session.control.orchestrator.model_standing(finished))
+    finished, control = training.finished_steps, session.control
+    origin = ModelOrigin(standing=control.orchestrator.model_standing(finished))
     model = as_model(restored, training.admitted.ranges, session.backend, origin)
-    before = input_before(session.control, training.admitted.manifest, finished)
-    training.model = replace(model, input_before=before)
+    training.model = with_inputs(model, control, training.admitted.manifest, finished)
 
 
-def input_before(control: Control, manifest: Manifest, finished: int) -> bytes:
-    """Return the input digest of the last of so many steps, where noise is correlated; else empty."""
-    if manifest.computation.mechanism.bands == 1 or finished == 0:
-        return b""
-    charged = control.ledger.status(manifest.run_id, finished - 1, "gradient").input_digest
-    require_bound(charged is not None, "a finished step was charged")
-    return charged or b""
+def with_inputs(model: Model, control: Control, manifest: Manifest, finished: int) -> Model:
+    """Return a restored model with the input digests of the steps before it, where noise is correlated."""
+    if manifest.computation.mechanism.bands == 1:
+        return model
+
+    def charged(step: int) -> bytes:
+        return (control.ledger.status(manifest.run_id, step, "gradient").input_digest or b"") if step >= 0 else b""
+
+    earlier = tuple(replace(each, input_before=charged(finished - age)) for age, each in enumerate(model.earlier, 2))
+    return replace(model, input_before=charged(finished - 1), earlier=earlier)
 
 
 def as_model(restored: Restored, ranges: tuple[ParameterRange, ...], backend: Backend, origin: ModelOrigin) -> Model:
@@ -197,9 +201,18 @@ def as_model(restored: Restored, ranges: tuple[ParameterRange, ...], backend: Ba
         for own in names
     )
     specs = [each for owned in ranges for each in owned.tensors]
-    tensors = with_state(restored.parameters, restored.state, specs, WordThreads.of_share())
+    earlier, kept = earlier_of(restored.state)
+    threads, solved = WordThreads.of_share(), [release for _, release in earlier]
+    tensors = with_state(restored.parameters, kept, specs, threads, solved)
     averaged = ModelPoint.of(tensors).averaged
-    return Model(parameters, states, restored.package.manifest.model_digest, tensors, origin, averaged)
+
+    def cut(whole: np.ndarray) -> tuple[Reference[Parameters], ...]:
+        return tuple(backend.put(whole[owned.start : owned.stop].copy()) for owned in ranges)
+
+    # Their inputs are in the ledger: see `with_inputs`.
+    steps = tuple(EarlierStep(cut(model), b"", cut(release)) for model, release in earlier)
+    digest = restored.package.manifest.model_digest
+    return Model(parameters, states, digest, tensors, origin, averaged, earlier=steps)
 
 
 def _require_step(training: "Training", after: int) -> None:
@@ -207,13 +220,13 @@ def _require_step(training: "Training", after: int) -> None:
         _refuse("other_step", f"the run has finished {training.finished_steps} steps, not {after}.", "Ask again.")
 
 
-def _require_no_mix(training: "Training") -> None:
-    if training.is_within_a_mix:
-        every = training.admitted.manifest.computation.epoch_steps
+def _require_no_mix(training: "Training", restored: Restored) -> None:
+    computation = training.admitted.manifest.computation
+    if computation.reach(training.finished_steps) or earlier_of(restored.state)[0]:
         _refuse(
             "within_mix",
-            f"noise is correlated, and the step after {training.finished_steps} mixes sums of those before it.",
-            f"Ask after a multiple of epoch_steps, {every}.",
+            "noise is correlated, and the step after this state or the loaded one mixes sums of those before it.",
+            f"Save and load after a multiple of epoch_steps, {computation.epoch_steps}.",
         )
 
 

@@ -6,7 +6,7 @@ seal and to write the final model.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from raycloak.workers.terms.model_digest import AVERAGED
 
 T = TypeVar("T")
 
+EARLIER: Final = "earlier steps"
+"""The first part of the names of what a package holds of steps whose sums the next one mixes."""
 _RESTORE = "Resume from the newest sealed package: raycloak run CONFIG --resume"
 _REMEDIES = {
     "out_of_memory": MORE_MEMORY,
@@ -130,6 +132,14 @@ class StepContext:
         """
         return {key: value for part in model.states for key, value in self._fetch(part).items()}
 
+    def earlier(self, model: Model) -> State:
+        """Return what a package holds of the steps whose sums the next one mixes; see :func:`earlier_of`."""
+        found: dict[str, np.ndarray] = {}
+        for age, each in enumerate(model.earlier, 1):
+            for name, parts in (("parameters", each.parameters), ("release", each.solved)):
+                found[f"{EARLIER}/{name}/{age}"] = np.concatenate([self._fetch(part) for part in parts])
+        return found
+
     def _fetch(self, reference: Reference[T]) -> T:
         try:
             return self.backend.fetch(reference, self.deadline_s)
@@ -137,6 +147,17 @@ class StepContext:
             raise RunFailedError(
                 "state_lost", f"the released model was lost with its node ({lost.cause})", _RESTORE
             ) from None
+
+
+def earlier_of(state: State) -> tuple[list[tuple[np.ndarray, np.ndarray]], State]:
+    """Return parameters and release of each earlier step in a package's state, the newest first; and the state itself.
+
+    A tensor has a name without a space, so that none of its state can be taken for them.
+    """
+    own = {key: array for key, array in state.items() if not key.startswith(f"{EARLIER}/")}
+    count = (len(state) - len(own)) // 2
+    ages = range(1, count + 1)
+    return [(state[f"{EARLIER}/parameters/{age}"], state[f"{EARLIER}/release/{age}"]) for age in ages], own
 
 
 @dataclass(slots=True)

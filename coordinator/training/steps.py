@@ -6,7 +6,7 @@ an earlier execution committed must give the logged digest before the next step 
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -28,7 +28,7 @@ from raycloak.coordinator.training.evaluation import Evaluator, OrderedEvaluator
 from raycloak.coordinator.training.pace import StepLeft
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.coordinator.training.sent import NO_BATCHES, BatchesOfSteps, StepBatches
-from raycloak.coordinator.training.state_requests import as_model, input_before, take
+from raycloak.coordinator.training.state_requests import as_model, take, with_inputs
 from raycloak.coordinator.training.step import StepRunner
 from raycloak.coordinator.training.step_context import Model
 from raycloak.metrics.errors import BudgetError, ConfigError, RefusedError, RunFailedError
@@ -97,7 +97,7 @@ class Training:
         if restored is not None:
             origin = ModelOrigin(standing=control.orchestrator.model_standing(restored.finished_steps))
             model = as_model(restored, admitted.ranges, backend, origin)
-            model = replace(model, input_before=input_before(control, manifest, restored.finished_steps))
+            model = with_inputs(model, control, manifest, restored.finished_steps)
         else:
             # Copies: a view would keep the whole vector alive behind each range.
             parts = tuple(backend.put(admitted.start[owned.start : owned.stop].copy()) for owned in admitted.ranges)
@@ -241,7 +241,7 @@ class Training:
         """Hand the model of the last finished step over to be sealed, unless it was already."""
         # A state that was loaded is in its package, and no step of this number was committed with it.
         is_sealed = self.held is not None or self._sealed_steps == self.finished_steps
-        if self.checkpoints is None or not self.outcomes or is_sealed or self.is_within_a_mix:
+        if self.checkpoints is None or not self.outcomes or is_sealed:
             return
         started = time.perf_counter()
         with self.order.reporting.traces.span("checkpoint", steps=self.finished_steps):
@@ -250,11 +250,6 @@ class Training:
             self.checkpoints.offer(self._snapshot())
         self._sealed_steps = self.finished_steps
         self.admitted.metrics.phase_finished("checkpoint", time.perf_counter() - started)
-
-    @property
-    def is_within_a_mix(self) -> bool:
-        """Whether the next step mixes sums of steps before: no other execution could go on from a package of here."""
-        return not self.is_over and self.admitted.manifest.computation.reach(self.finished_steps) > 0
 
     def _measure(self) -> None:
         """Make the releases that are due between two steps. A repeated release gives the same values and is free."""
@@ -307,10 +302,7 @@ class Training:
             self.outcomes.append(outcome)
             self._report(outcome)
             if self.checkpoints is not None:
-                computation = self.admitted.manifest.computation
-                # Within a mix there is no package, and so at the end of a key epoch for all of it.
-                mixed = computation.epoch_steps if computation.mechanism.bands > 1 else 1
-                if self.checkpoints.due(self.finished_steps, mixed):
+                if self.checkpoints.due(self.finished_steps):
                     self.seal()
                 self.checkpoints.poll()
             span.set(attempts=outcome.commit.attempts)
@@ -364,7 +356,9 @@ class Training:
             payloads=(),
             recipients=(),
         )
-        return Snapshot(stated, self.parameters(), self.runner.context.state(self.model))
+        context = self.runner.context
+        state = {**context.state(self.model), **context.earlier(self.model)}
+        return Snapshot(stated, self.parameters(), state)
 
     def _report(self, outcome: StepOutcome) -> None:
         """Tell metrics, events and progress of a finished step."""
