@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 RECIPES = (
-    *("mnist-scattering-eps1", "mnist-scattering", "mnist-cnn", "mnist-cnn-together"),
+    *("mnist-scattering-eps1", "mnist-scattering", "mnist-cnn", "mnist-cnn-together", "mnist-cnn-correlated"),
     *("sst2-eps1", "sst2-eps3", "sst2-eps8", "sst2-nonprivate"),
     *("shakespeare-eps8", "shakespeare-nonprivate"),
 )
@@ -67,8 +67,8 @@ def main() -> None:
 
 
 def paths(recipe: str) -> tuple[str, ...]:
-    """The product, and its peer; of the gains alone only averaged weights have one."""
-    if recipe in GAINS and recipe != "mnist-cnn-averaged":
+    """The product, and its peer; of the gains alone only averaged weights have one, and correlated noise has none."""
+    if recipe == "mnist-cnn-correlated" or (recipe in GAINS and recipe != "mnist-cnn-averaged"):
         return ("raycloak",)
     return ("raycloak", "torch" if recipe.endswith("-nonprivate") else "opacus")
 

@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from raycloak.coordinator.config.sections import MetricsConfig as MetricsConfig
     from raycloak.coordinator.config.sections import MLflowConfig as MLflowConfig
     from raycloak.coordinator.config.sections import ModelConfig as ModelConfig
+    from raycloak.coordinator.config.sections import NoiseConfig as NoiseConfig
     from raycloak.coordinator.config.sections import OptimizerConfig as OptimizerConfig
     from raycloak.coordinator.config.sections import ParameterGroupConfig as ParameterGroupConfig
     from raycloak.coordinator.config.sections import PlacementConfig as PlacementConfig
@@ -156,7 +157,7 @@ _HOMES = {
     "raycloak.coordinator.config.sections": (
         "CheckpointConfig ClassCountsConfig DPConfig DatasetConfig EarlyStoppingConfig EvaluationConfig "
         "FailureConfig LedgerConfig LoggersConfig LoraConfig MLflowConfig MasksConfig MeasurementsConfig "
-        "MetricsConfig ModelConfig OptimizerConfig ParameterGroupConfig PlacementConfig "
+        "MetricsConfig ModelConfig NoiseConfig OptimizerConfig ParameterGroupConfig PlacementConfig "
         "PrivateEvaluationConfig RingConfig TensorBoardConfig WandbConfig"
     ),
     "raycloak.coordinator.ledger.ledger": "PrivacyLedger",

@@ -28,6 +28,7 @@ PAGES = {
         [
             "RunConfig",
             "DPConfig",
+            "NoiseConfig",
             "DatasetConfig",
             "EvaluationConfig",
             "EarlyStoppingConfig",

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from raycloak.coordinator.config.run import RunConfig, load_config
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.planning.plan import make_plan
 from raycloak.workers.models.models import build_model, trainable_tensors
 
 # PEFT asks transformers for a name that will go.
@@ -104,6 +105,18 @@ def test_a_recipe_can_be_planned(recipe):
         pytest.skip(f"{path.parent.name} was not prepared: run examples/{path.parent.name}/prepare.py")
     plan = plan_of(load_config(path), path.parent)
     assert plan.mechanism.private is not recipe.endswith("nonprivate")
+
+
+def test_the_plan_of_the_recipe_with_correlated_noise_mixes_steps():
+    """The plan is free to choose noise of each step's own, and the recipe would then show nothing."""
+    images, parameters = 60_000, 26_010
+    config, together = (load_config(RECIPES[f"mnist-cnn-{name}"]) for name in ("correlated", "together"))
+    plan = make_plan(config, images, parameters)
+    assert plan.mechanism.bands > 1
+    page = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
+    assert f"over {plan.noise_gain.bands} steps: {plan.noise_gain.share:.2f} of the error" in page
+    # From as many images as the recipe that it is compared with.
+    assert config.planned_steps * config.batch_size == together.planned_steps * together.batch_size
 
 
 @pytest.mark.parametrize("name", ["eps8", "nonprivate"])

@@ -190,8 +190,8 @@ class MaskedAggregator:
                 first. Then the masked ring words of the range, one per header.
 
         Returns:
-            (report, parameters, state); and where noise is correlated the released gradient, float32, which is as if
-            its own step alone were in it: ``x_t = y_t - Σ c_j x_(t-j)`` of the averages ``y``.
+            (report, parameters, state); and where noise is correlated the released gradient ``x_t``, float32, as if its
+            step alone were in it. It is ``y_t - Σ c_j x_(t-j)`` of the averages ``y``.
 
         Raises:
             SenderError: a vector or header does not match; it names the sender.
