@@ -15,7 +15,7 @@ from raycloak.attestation.core.counted_noise import COEFFICIENT_UNIT, counted_no
 from raycloak.coordinator.accounting import pld
 from raycloak.coordinator.accounting.releases import Release, cut_at, release_of
 from raycloak.coordinator.accounting.renyi import accountant_delta
-from raycloak.coordinator.planning.factorisation import Workload, factorise
+from raycloak.coordinator.planning.factorisation import NoiseWorkload, factorise
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.inputs.datasets import slice_ids
 from raycloak.workers.terms.manifest import Computation
@@ -388,7 +388,7 @@ def test_the_table_of_the_proof_is_what_the_code_computes(row: int):
     units, batch, steps, delta = 60_000, 256, 234, accountant_delta(1e-5)
     assert sample_rate == pytest.approx(batch * bands / units, abs=5e-5)
     assert rounds == -(-steps // int(bands))
-    workload = Workload(0.9, (1.0,) * steps, steps)
+    workload = NoiseWorkload(0.9, (1.0,) * steps, steps)
 
     def solved(b: int) -> float:
         def over(z: float) -> float:

@@ -96,7 +96,7 @@ def test_guarantee_a_resume_within_a_round_repeats_it(mixed, tmp_path, step):
 
 def test_a_replay_and_a_verification_agree(mixed):
     home = mixed.home
-    for first, last in ((0, 3), (EPOCH, STEPS), (6, STEPS)):
+    for first, last in ((0, 3), (6, STEPS)):
         replay = whole(home, assignment=ReplayedRun(manifest_of(mixed), packed(home), first, last), **FIELDS)
         replay.train()
         assert replay.digests == mixed.digests[first:last]
