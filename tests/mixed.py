@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.coordinator.aggregation.aggregator import ReduceReport, ReduceRequest
 from raycloak.coordinator.planning.plan import plan_mechanism
+from raycloak.workers.terms.binding import sum_digests
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.step_input import step_input
+from raycloak.workers.vectors.payload import Header
 from tests.protocol import RENYI, Asked, HandRun, config
 
 BANDS, EPOCH, STEPS = 3, 4, 8
@@ -38,7 +40,9 @@ class MixedRun(HandRun):
     Attributes:
         models: parameters of each finished step, one array per range.
         befores: input digest of the step before each of them.
-        solved: released gradients, one array per range; of the step that is being reduced too.
+        solved: released gradients of each, one array per range.
+        sums: the digests of the sums that each of them mixed.
+        model_digest: of the current parameters.
     """
 
     def __init__(self, home: Path, workers: int = 2, **fields: Any) -> None:
@@ -46,6 +50,8 @@ class MixedRun(HandRun):
         self.models: list[tuple[np.ndarray, ...]] = []
         self.befores: list[bytes] = []
         self.solved: list[tuple[np.ndarray, ...]] = []
+        self.sums: list[tuple[bytes, ...]] = []
+        self.model_digest = self.digest
 
     def with_past(self, request: Asked, past: int) -> tuple[Asked, tuple[np.ndarray, ...]]:
         """Return a question that comes with the models of so many finished steps, and what is given with it."""
@@ -83,6 +89,7 @@ class MixedRun(HandRun):
         self.models.append(model)
         self.befores.append(self.input_before)
         self.solved.append(self._newest)
-        self.input_before = before
+        self.sums.append(sum_digests([parse(Header, each.body) for each in computed[0].headers]))
+        self.input_before, self.model_digest = before, commit.released_digest
         self.digest = step_input(commit.released_digest, (), before)
         return commit
