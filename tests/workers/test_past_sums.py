@@ -234,7 +234,7 @@ def test_headers_that_say_less_or_more_of_the_mixed_sums_are_refused(third):
         ((b"", *tags[0][1:]), *tags[1:]),
     ):
         envelope = seal(header.model_copy(update={"sum_tags": forged}), attester.identity)
-        with pytest.raises(ProtocolError, match="header_mismatch: .* differs in sum_tags"):
+        with pytest.raises(ProtocolError, match=r"header_mismatch: .* differs in sum_tags"):
             open_header(envelope, attempt, "worker-0")
     for mixed in (0, BANDS - 1, BANDS + 1):
         with pytest.raises(ProtocolError, match="sum_tags"):
