@@ -253,8 +253,7 @@ def plain(url: str, chosen: Mechanism, accountant: AccountantName) -> list[float
     for step in range(chosen.steps):
         try:
             receipt = receipt_of(ledger, ledger.charge("run-a", step, b"p" * 32, MANIFEST))
-        except BudgetError as refusal:
-            assert refusal.code == "cap_exceeded"
+        except BudgetError:
             break
         found.append(receipt.charged_epsilon)
     ledger.close()
