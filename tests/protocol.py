@@ -65,7 +65,7 @@ from raycloak.workers.inputs.units import Units
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerSetup
 from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.models.models import ModelSource, build_model
-from raycloak.workers.terms.binding import Binding, vectors_digest
+from raycloak.workers.terms.binding import Binding, sum_digests, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.model_digest import with_state
@@ -269,6 +269,7 @@ class HandRun:
         self.states = tuple(aggregator.initial_state() for aggregator in self.aggregators)
         self.tensors = with_state(self.start, {}, self.facts.tensors)
         self.digest = self.manifest.computation.initial_parameters
+        self.input_before = b""
 
     def judged_by(self) -> tuple[Policy, CollateralBundle]:
         """Return the policy and collateral that evidence is judged by."""
@@ -383,7 +384,9 @@ class HandRun:
     def request(self, roster: Envelope, step: int = 0, **changes: Any) -> "Asked":
         """Return what the coordinator asks a worker, but for ``changes``."""
         shown = tuple(self.presentations.values())
-        honest = Asked(self.receipt(step), roster, shown, self.commitments, self.vector_ranges)
+        honest = Asked(
+            self.receipt(step), roster, shown, self.commitments, self.vector_ranges, input_before=self.input_before
+        )
         return replace(honest, **changes)
 
     def ask(
@@ -391,7 +394,12 @@ class HandRun:
     ) -> tuple[StepReply, tuple[np.ndarray, ...]]:
         """Return a worker's answer: reply, and one vector per range."""
         request = StepRequest(
-            roster=asked.roster, presentations=asked.presentations, commitments=asked.commitments, ranges=asked.ranges
+            roster=asked.roster,
+            presentations=asked.presentations,
+            commitments=asked.commitments,
+            ranges=asked.ranges,
+            past=asked.past,
+            input_before=asked.input_before,
         )
         given = self.parameters if parameters is None else parameters
         reply, *vectors = self.workers[name].step(asked.receipt, request, *given)
@@ -417,6 +425,7 @@ class HandRun:
             input_digest=self.digest,
             ranges=self.vector_ranges,
             before=self.tensors,
+            input_before=self.input_before,
         ), vectors
 
     def binding(self, request: ReduceRequest, **changes: Any) -> Envelope:
@@ -433,6 +442,7 @@ class HandRun:
             "step": roster.step,
             "manifest_digest": self.manifest.digest(),
             "vectors_digest": vectors_digest(headers),
+            "sums": sum_digests(headers),
             "fencing": 1,
             "sequence": 4 + roster.step,
             "head": bytes(32),
@@ -495,6 +505,8 @@ class Asked:
     presentations: tuple[Envelope, ...]
     commitments: tuple[bytes, ...]
     ranges: tuple[VectorRange, ...]
+    past: int = 0
+    input_before: bytes = b""
 
 
 @dataclass(frozen=True)

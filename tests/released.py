@@ -76,14 +76,19 @@ class Signers:
         *,
         signed_by: Sequence[IdentityKey] | None = None,
         first: Mapping[str, Any] | None = None,
+        input_digest: bytes | None = None,
     ) -> SignedStep:
-        """Return the release of ``roster``; ``first`` are changes in what the first aggregator signs."""
+        """Return the release of ``roster``; ``first`` are changes in what the first aggregator signs.
+
+        Args:
+            input_digest: of the step, where it is not the model's own.
+        """
         parts = []
         for key, tensors in zip(signed_by or self.aggregators, tensors_of(after), strict=True):
             release = StepRelease(
                 roster_digest=roster.digest(),
                 binding=binding,
-                input_digest=before.parameters,
+                input_digest=before.parameters if input_digest is None else input_digest,
                 before=before,
                 after=ModelPoint.of(tensors),
             ).model_copy(update={} if parts else first)

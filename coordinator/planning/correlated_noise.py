@@ -134,7 +134,8 @@ def chosen_coefficients(config: RunConfig, num_examples: int, dimension: int) ->
     least = LARGEST_SHARE * error(1, factorise(workload, 1).error)
     for bands in TRIED_BANDS:
         fits = bands <= workload.most_bands and bands * rate <= 1 and bands * slices <= num_examples
-        if not fits or sum(state_bytes(bands, dimension, -(-slices // config.num_workers))) > LARGEST_STATE:
+        # The wider ring, since the width is chosen later.
+        if not fits or sum(state_bytes(bands, dimension, -(-slices // config.num_workers), 64)) > LARGEST_STATE:
             continue
         found = factorise(workload, bands)
         if (reached := error(bands, found.error)) < least:
@@ -159,12 +160,17 @@ def gain_of(config: RunConfig, mechanism: Mechanism, hosted: int, delta: float) 
     epsilon = epsilon_of(rate, noise, mechanism.steps, delta, mechanism.accountant)
     spent = epsilon_of(mechanism.sample_rate, mechanism.noise_multiplier, rounds, delta, mechanism.accountant)
     independent = solve_noise_multiplier(spent, delta, rate, mechanism.steps, mechanism.accountant)
-    return NoiseGain(bands, noise / independent, epsilon, state_bytes(bands, mechanism.dimension, hosted))
+    return NoiseGain(
+        bands, noise / independent, epsilon, state_bytes(bands, mechanism.dimension, hosted, mechanism.ring_bits)
+    )
 
 
-def state_bytes(bands: int, dimension: int, hosted: int) -> tuple[int, int]:
-    """Return the bytes of earlier sums in a worker that hosts so many slices, and of earlier models and releases."""
-    return (bands - 1) * 4 * dimension * hosted, (bands - 1) * 8 * dimension
+def state_bytes(bands: int, dimension: int, hosted: int, ring_bits: int) -> tuple[int, int]:
+    """Return the bytes of the sums in a worker that hosts so many slices, and of earlier models and releases.
+
+    The present sum of each slice counts: it is kept beside those of earlier steps.
+    """
+    return bands * ring_bits // 8 * dimension * hosted, (bands - 1) * 8 * dimension
 
 
 def workload_of(config: RunConfig) -> NoiseWorkload:

@@ -350,6 +350,7 @@ def plan_mechanism(
     units = units or config.unit_terms
     terms = BatchTerms(num_examples, sample_rate, releases, accountant, cap, largest_rows, units, bands)
     batch = choose_batch(config, terms)
+    _check_parts(bands, num_examples, batch.virtual_workers)
     noise = _noise_with_cut(config, releases, batch, num_examples, accountant, bands) if private else 0.0
     honest_share = _honest_share(config, batch.virtual_workers)
     # The cut counts for little beside the rounding's share, and would take seconds.
@@ -431,6 +432,16 @@ def _sample_rate(config: RunConfig, num_examples: int, parts: int) -> float:
             "Lower expected_batch_size or dp_config.noise.bands: with correlated noise a step draws from one part.",
         )
     return 1.0 if sent else parts * config.batch_size / num_examples
+
+
+def _check_parts(bands: int, num_examples: int, virtual_workers: int) -> None:
+    """Refuse bands of which a slice would have an empty part, that a step draws nobody from."""
+    if bands > 1 and bands * virtual_workers > num_examples:
+        raise ConfigError(
+            "bands_too_many",
+            f"noise of {bands} bands cuts {virtual_workers} slices of {num_examples} examples into parts without any.",
+            f"Lower virtual_workers, or dp_config.noise.bands to {num_examples // virtual_workers} at most.",
+        )
 
 
 def _charged_steps(config: RunConfig, bands: int) -> int:

@@ -54,7 +54,7 @@ class Step:
         solved: the released gradient of each range, where noise is correlated; else empty.
         mixed_by: by member, the virtual workers that it hosted in the step before; it has their earlier sums.
         averages: the released average of each range, float64; empty where parameters are updated.
-        attempts: their number so far.
+        attempts: their number so far. patience: of the newest one, in deadlines.
         seconds: wall time without ``waited_s``, in which its owner held it or did not release it yet. Of these,
             ``charge_seconds``, ``compute_seconds`` and ``reduce_seconds`` are as in `StepOutcome`.
     """
@@ -85,6 +85,7 @@ class Step:
     solved: tuple[Reference[Parameters], ...] = ()
     mixed_by: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     attempts: int = 1
+    patience: int = 1
     seconds: float = 0.0
     charge_seconds: float = 0.0
     compute_seconds: float = 0.0
@@ -130,11 +131,13 @@ class Step:
         """
         members, hosting = self.context.membership.members, self.context.membership.hosts.hosting
         self.roster, self.shown, self.asked = roster, self._presentations(roster), {}
+        self.patience = 1
         for member_id in sorted(members.workers):
             seen = self.seen.get(member_id, frozenset())
             # A new host computes sums of earlier steps again; all others have them.
             is_new = not set(hosting[member_id]) <= set(self.mixed_by.get(member_id, ()))
             past = self.model.earlier if is_new else ()
+            self.patience = max(self.patience, 1 + len(past))
             request = StepRequest(
                 roster=roster,
                 presentations=tuple(envelope for envelope in self.shown[member_id] if envelope not in seen),
@@ -170,7 +173,9 @@ class Step:
         Args:
             began_ns: when the workers were asked, for their spans; see `raycloak.metrics.traces.Span`.
         """
-        backend, deadline_s, is_cancelled = self.context.backend, self.context.deadline_s, False
+        backend, is_cancelled = self.context.backend, False
+        # A new host computes as many steps as it is given models of.
+        deadline_s = self.context.deadline_s * self.patience
 
         def cancel() -> None:
             nonlocal is_cancelled

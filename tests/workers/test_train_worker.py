@@ -138,7 +138,7 @@ def test_an_answer_says_nothing_of_data_but_times_and_codes(hand):
     ]  # fmt: skip
     assert set(Header.model_fields) == {
         "run_id", "manifest_digest", "step", "attempt", "roster_digest", "input_digest", "sender",
-        "virtual_workers", "vector_tags", "payloads", "ring_bits",
+        "virtual_workers", "vector_tags", "sum_tags", "payloads", "ring_bits",
     }  # fmt: skip
 
 

@@ -59,6 +59,22 @@ def test_the_good_configuration_is_accepted():
         ("dp_config", {"noise_multiplier": 1.0}, "noise_multiplier needs an epsilon_cap"),
         ("dp_config", {"enabled": False, "clipping": "normalised"}, "clipping belongs to private runs"),
         ("dp_config", {"noise_multiplier": 1e300, "epsilon_cap": 1.0}, "noise_multiplier: .* less than or equal"),
+        ("dp_config.noise", {"bands": 4}, "dp_config.noise: .*bands belong to correlated noise: set correlated: auto"),
+        ("dp_config.noise", {"correlated": "off", "bands": 4}, "bands belong to correlated noise"),
+        ("dp_config.noise", {"correlated": False, "bands": 4}, "bands belong to correlated noise"),
+        ("dp_config.noise.correlated", True, "dp_config.noise.correlated"),
+        ("dp_config.noise.correlated", "on", "dp_config.noise.correlated"),
+        ("dp_config.noise.correlated", 0, "dp_config.noise.correlated"),
+        ("dp_config.noise", {"correlated": "auto", "bands": 1}, "dp_config.noise.bands: .* 2"),
+        ("dp_config.noise", {"correlated": "auto", "bands": 65}, "dp_config.noise.bands: .* 64"),
+        ("dp_config.noise", {"correlated": "auto", "bands": True}, "dp_config.noise.bands"),
+        ("dp_config.noise", {"correlated": "auto", "band": 2}, "dp_config.noise.band.*bands"),
+        ("dp_config", {"enabled": False, "noise": {"correlated": "auto"}}, "noise.correlated belongs to private runs"),
+        (
+            "dp_config",
+            {"noise_multiplier": 1.0, "epsilon_cap": 1.0, "noise": {"correlated": "auto"}},
+            "noise.correlated: auto chooses bands for a target_epsilon; give noise.bands",
+        ),
         ("batch_size_per_worker", 8, "exactly one of batch_size_per_worker and expected_batch_size"),
         ("expected_batch_size", None, "exactly one of batch_size_per_worker and expected_batch_size"),
         ("virtual_workers", 2, r"virtual_workers \(2\) must be at least num_workers \(3\)"),
@@ -152,6 +168,47 @@ def test_what_cannot_be_meant_is_refused_by_name(field: str, value: Any, named: 
     assert "\n" not in str(refusal.value)
     assert not refusal.value.message.startswith("config")
     assert refusal.value.remedy
+
+
+@pytest.mark.parametrize("off", ["off", False])
+def test_noise_is_not_correlated_unless_it_is_asked_for(off: Any):
+    """YAML reads a bare off as false."""
+    said = parse_config(with_field("dp_config.noise.correlated", off))
+    assert said.dp_config == parse_config(GOOD).dp_config
+    read = parse_config(with_field("name", "demo"), ["dp_config.noise.correlated=off"])
+    assert read.dp_config.noise.correlated == "off"
+    asked = parse_config(with_field("dp_config.noise", {"correlated": "auto", "bands": 4})).dp_config.noise
+    assert (asked.correlated, asked.bands) == ("auto", 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"measurements": {"class_counts": {"classes": 3, "noise_multiplier": 20}}},
+            "no proof covers measurements between its steps; leave one out",
+        ),
+        (
+            {
+                "dataset": {
+                    "kind": "sent",
+                    "shape": [4],
+                    "classes": 3,
+                    "max_participations": 2,
+                    "max_examples_per_step": 400,
+                }
+            },
+            "a client chooses the steps of what it sends, so leave it off",
+        ),
+    ],
+)
+@pytest.mark.parametrize("bands", [{}, {"bands": 4}])
+def test_nothing_is_released_or_chosen_between_steps_of_correlated_noise(
+    changes: dict[str, Any], named: str, bands: dict[str, int]
+):
+    with pytest.raises(ConfigError, match=f"dp_config.noise.correlated: {named}"):
+        parse_config(with_field("dp_config.noise", {"correlated": "auto"} | bands) | changes)
+    parse_config(with_field("dp_config.noise", {"correlated": "off"}) | changes)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from raycloak.workers.vectors.payload import VectorRange
 from raycloak.workers.vectors.streams import MAX_BLOCKS
 from raycloak_lab.bench import device_words
 from raycloak_lab.bench.device_words import bench_device_words
+from tests.mixed import mixed_mechanism
 from tests.protocol import RENYI, mechanism, whole_run
 
 HERE = torch.device("cpu")
@@ -91,6 +92,47 @@ def vectors():
         for offset, length in ((0, D), (7, 50), (82, 1)):
             part = VectorRange(index=0, offset=offset, length=length)
             assert np.array_equal(own.masked(ours, part, masks), cpu.masked(theirs, part, masks))
+
+
+def mixes():
+    """Mixed sums of both rings, fewer than there are coefficients too: those of the CPU, also of pieces."""
+    values = [torch.from_numpy(np.random.default_rng(seed).normal(size=BLOCK + 50)) for seed in (4, 5, 6)]
+    for bits in (32, 64):
+        # Fewer draws, of which the interpreter computes a block in a second.
+        chosen, cpu, own = mixed_mechanism().model_copy(update={"ring_bits": bits, "sigma": 300.0}), CpuWords(), {}
+        for count in (1, 3):
+            short = [[each[:D].clone()] for each in values[:count]]
+            theirs, ours = (
+                [words.encoded(each, chosen, None) for each in copies(short)] for words in (cpu, on_interpreter())
+            )
+            assert [each.tobytes() for each in theirs] == [each.numpy().tobytes() for each in ours]
+            right = cpu.mixed(theirs, chosen, KEY)
+            assert np.array_equal(on_interpreter().mixed(ours, chosen, KEY).numpy(), right), (bits, count)
+            assert [each.tobytes() for each in theirs] == [each.numpy().tobytes() for each in ours], "sums stay"
+            own[count] = right
+        assert not np.array_equal(own[1], own[3])
+    # Pieces that begin within a block of noise.
+    right = cpu.mixed([cpu.encoded([each.clone()], chosen, None) for each in values], chosen, KEY)
+    cut = PiecedWords({HERE: on_interpreter()})
+    pieces = [cut.encoded([part.clone() for part in torch.split(each, [50, BLOCK])], chosen, None) for each in values]
+    vector = cut.mixed(pieces, chosen, KEY)
+    for offset, length in ((0, 50), (45, 10), (49, 4000), (BLOCK, 50)):
+        part = VectorRange(index=0, offset=offset, length=length)
+        assert np.array_equal(cut.masked(vector, part, [(OTHER, -1)]), cpu.masked(right, part, [(OTHER, -1)]))
+
+
+def copies(totals):
+    """Return sums that may be zeroed."""
+    return [[each.clone() for each in total] for total in totals]
+
+
+def a_wrong_mix():
+    """A mix of a device that rounds or multiplies in another way is found by the block that the CPU mixes too."""
+    chosen, words = mixed_mechanism().model_copy(update={"sigma": 300.0}), on_interpreter()
+    sums = [words.encoded([total()], chosen, None) for _ in range(3)]
+    words.mixed(sums, chosen, KEY)
+    with patch.object(gpu_words, "COEFFICIENT_UNIT", 2**15), pytest.raises(ProtocolError, match="not_reproducible"):
+        words.mixed(sums, chosen, KEY)
 
 
 def look():

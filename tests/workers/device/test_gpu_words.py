@@ -24,6 +24,14 @@ def test_words_digests_and_masked_ranges_are_functions_of_their_inputs_alone(int
     interpreted("vectors")
 
 
+def test_mixed_sums_are_the_cpus_and_stay_as_they_are(interpreted):
+    interpreted("mixes")
+
+
+def test_a_wrong_mix_is_not_reproducible(interpreted):
+    interpreted("a_wrong_mix")
+
+
 def test_a_look_at_all_kernels_needs_no_run(interpreted):
     interpreted("look")
 

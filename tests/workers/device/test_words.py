@@ -14,10 +14,11 @@ from raycloak.workers.device.words import CpuWords, PiecedWords, kernel_digest, 
 from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.vectors.payload import VectorRange
-from raycloak.workers.vectors.ring import encode_into, ring_dtype
+from raycloak.workers.vectors.ring import encode_into, mix_into, ring_dtype
 from raycloak.workers.vectors.streams import BLOCK_BYTES, KeyStream
 from raycloak.workers.vectors.threads import WordThreads
 from raycloak.workers.vectors.vector_tag import TensorLeaves
+from tests.mixed import mixed_mechanism
 from tests.protocol import mechanism
 
 KEY, OTHER, D = Secret(bytes(range(32))), Secret(bytes(range(1, 33))), 300_000
@@ -62,6 +63,29 @@ def test_guarantee_however_a_vector_is_cut_its_words_digests_and_masked_ranges_a
         for offset, length in ((0, D), (0, 1), (30_001, 10), (30_002, 8192), (38_190, 30), (3, D - 4), (D - 1, 1)):
             part = VectorRange(index=0, offset=offset, length=length)
             assert np.array_equal(words.masked(vector, part, masks), whole.masked(right, part, masks)), (cut, part)
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_guarantee_however_a_vector_is_cut_its_mix_is_the_same_bytes(bits):
+    """Mixed by itself it is `mix_into`, and noise of its own draws: pieces begin within a block of noise."""
+    chosen, sizes = mixed_mechanism().model_copy(update={"ring_bits": bits}), [1, 30_001, 8192, D - 38_194]
+    totals = [np.random.default_rng(seed).normal(size=D) for seed in (1, 2, 3)]
+    whole, cut = CpuWords(), PiecedWords({torch.device("cpu"): CpuWords(WordThreads(2))})
+    sums = [whole.encoded([torch.tensor(total)], chosen, None) for total in totals]
+    before = [each.tobytes() for each in sums]
+    expected = np.empty(D, ring_dtype(bits))
+    mix_into(sums, chosen.coefficients, expected)
+    assert len({each.tobytes() for each in (expected, *sums)}) == 4
+    NoiseSampler(chosen.sigma, bits).add_to(expected, KEY)
+    found = whole.mixed(sums, chosen, KEY)
+    assert np.array_equal(found, expected)
+    assert [each.tobytes() for each in sums] == before, "the next step mixes them again"
+    pieces = [cut.encoded(list(torch.split(torch.tensor(total), sizes)), chosen, None) for total in totals]
+    vector = cut.mixed(pieces, chosen, KEY)
+    assert cut.leaves(vector, sizes) == whole.leaves(expected, sizes)
+    for offset, length in ((0, D), (29_990, 9000)):
+        part = VectorRange(index=0, offset=offset, length=length)
+        assert np.array_equal(cut.masked(vector, part, [(OTHER, 1)]), whole.masked(expected, part, [(OTHER, 1)]))
 
 
 @pytest.mark.parametrize("bits", [32, 64])
