@@ -257,6 +257,28 @@ def test_a_run_continues_without_a_bad_a_killed_and_a_revoked_worker_on_renewed_
     assert next(roster["step"] for roster in rosters if roster["query"] == "gradient") == 2
 
 
+def test_correlated_noise_gives_the_same_bytes_where_a_worker_is_killed_within_a_mix(
+    ray_cluster, secret, tmp_path, monkeypatch
+):
+    """Another worker computes the sums of two earlier steps that the dead one held, from models that it is given."""
+    noise = RENYI | {"noise": {"correlated": "auto", "bands": 3}}
+    changes = {"dp_config": noise, "evaluation": None, "expected_batch_size": 300}
+    found = []
+    for place, hosting in (("several", {}), ("one", ALONE)):
+        home = tmp_path / place
+        settle(home)
+        monkeypatch.setenv("RAYCLOAK_HOME", str(home))
+        with watched() as watching:
+            watching.doomed = None if hosting else ("worker-1", 2)
+            result = train(digits(**changes, **hosting), run_secret=secret)
+        found.append(digests(result))
+        assert any("worker-1 left: died" in line for line in result["metrics"]["warnings"]) == (not hosting)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == STEPS
+    manifest = Manifest.model_validate_json((Path(result["run_dir"]) / "manifest.json").read_bytes())
+    assert manifest.computation.mechanism.bands == 3
+
+
 def test_aggregator_receives_no_vector_that_correlates_with_the_model(observed):
     """Every received vector, as centred ring words, is uncorrelated with the decoded update it contributes to.
 
