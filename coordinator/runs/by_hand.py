@@ -54,6 +54,12 @@ def by_hand(
             "a loop by hand makes no measurements, evaluates nothing and calls nobody.",
             "Leave out measurements, evaluation, callbacks and loggers.",
         )
+    if config.dp_config.noise.correlated != "off":
+        raise ConfigError(
+            "config",
+            "a loop by hand makes its own updates, and correlated noise is solved where a run makes them.",
+            "Set dp_config.noise.correlated: off.",
+        )
     check_public(config)
     base = Path(config_dir or Path.cwd())
     require_at_hand(config.dataset, "a loop by hand")

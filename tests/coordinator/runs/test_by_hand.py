@@ -21,6 +21,10 @@ SPLIT = {"kind": "digits", "split": "public", "public": True}
         ({"callbacks": ["tests.own_code:Told"]}, "calls nobody"),
         ({"loggers": {"tensorboard": {}}}, "calls nobody"),
         ({"measurements": {"class_counts": {"classes": 3, "noise_multiplier": 20}}}, "makes no measurements"),
+        (
+            {"dp_config": {"target_epsilon": 3.0, "noise": {"correlated": "auto"}}},
+            "correlated noise is solved where a run makes them",
+        ),
     ],
 )
 def test_what_a_loop_by_hand_does_not_do_is_refused(changes: dict[str, Any], says: str) -> None:
