@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from raycloak.attestation.core.lineage import ModelPoint
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.coordinator.aggregation.aggregator import ReduceReport, ReduceRequest
@@ -41,8 +42,8 @@ class MixedRun(HandRun):
         models: parameters of each finished step, one array per range.
         befores: input digest of the step before each of them.
         solved: released gradients of each, one array per range.
-        sums: the digests of the sums that each of them mixed.
-        model_digest: of the current parameters.
+        newest: the same of the step that was reduced last. sums: the digests of the sums that each of them mixed.
+        model_digest: of the current parameters. point: the model before the next step, with its state.
     """
 
     def __init__(self, home: Path, workers: int = 2, **fields: Any) -> None:
@@ -52,6 +53,8 @@ class MixedRun(HandRun):
         self.solved: list[tuple[np.ndarray, ...]] = []
         self.sums: list[tuple[bytes, ...]] = []
         self.model_digest = self.digest
+        self.point = ModelPoint.initial(self.digest)
+        self.newest: tuple[np.ndarray, ...] = ()
 
     def with_past(self, request: Asked, past: int) -> tuple[Asked, tuple[np.ndarray, ...]]:
         """Return a question that comes with the models of so many finished steps, and what is given with it."""
@@ -76,20 +79,20 @@ class MixedRun(HandRun):
         report, parameters, state, solved = self.aggregators[index].reduce(
             request, bound, *own, *given, *vectors[index]
         )
-        self._newest = (*(self._newest if index else ()), solved)
+        self.newest = (*(self.newest if index else ()), solved)
         return report, parameters, state
 
     def finish(
         self, roster: Envelope, computed: tuple[ReduceRequest, list[tuple[np.ndarray, ...]]], step: int = 0
     ) -> StepCommit:
         """As of a run by hand; the next input is chained to this one."""
-        self._newest: tuple[np.ndarray, ...] = ()
+        self.newest = ()
         model, before = self.parameters, self.digest
         commit = super().finish(roster, computed, step)
         self.models.append(model)
         self.befores.append(self.input_before)
-        self.solved.append(self._newest)
+        self.solved.append(self.newest)
         self.sums.append(sum_digests([parse(Header, each.body) for each in computed[0].headers]))
-        self.input_before, self.model_digest = before, commit.released_digest
+        self.input_before, self.model_digest, self.point = before, commit.released_digest, commit.model
         self.digest = step_input(commit.released_digest, (), before)
         return commit

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,16 +14,22 @@ from benchmarks.gpu.golden import Case, cases, digest, key, random_cases, stored
 from benchmarks.gpu.machine import keystream_gb_s
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import Found
+from raycloak.attestation.core.counted_noise import COEFFICIENT_UNIT
 from raycloak.workers.device import launches
+from raycloak.workers.device.gpu_words import mixed_words
 from raycloak.workers.device.launches import Made, NoiseTables
 from raycloak.workers.gradients.numerics import exact_sums
 from raycloak.workers.vectors.noise import NoiseSampler
-from raycloak.workers.vectors.ring import RingBits, RingSpec
+from raycloak.workers.vectors.ring import RingBits, RingSpec, mix_into, ring_dtype
+from raycloak.workers.vectors.streams import KeyStream
 from raycloak.workers.vectors.threads import ONE_THREAD
 from raycloak.workers.vectors.vector_tag import by_tensor, leaf_places, tensor_leaves
 
 LONG = 2**27
 """Words of a vector whose passes are timed: GPT-2's parameters, and far more than any cache holds."""
+
+MIXED = (COEFFICIENT_UNIT, COEFFICIENT_UNIT // 2, 41_287)
+"""Coefficients of sums that are mixed: of the second, every other word is a tie that is rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ def kernel_bytes(place: Place) -> Found:
             faults.append(f"{case.name}: the bytes are not the product's")
         else:
             tally[case.kind] += 1
-    faults += [*_wrong_digests(place), *_unseen(place)]
+    faults += [*_wrong_digests(place), *_wrong_mixes(place), *_unseen(place)]
     return Found({"cases with the product's bytes": tally, "cases": len(known) + len(new)}, faults)
 
 
@@ -107,6 +114,22 @@ def _wrong_digests(place: Place) -> Iterator[str]:
     found = launches.leaf_digests(_moved(case, place.device), leaf_places(sizes, 4))
     if by_tensor(sizes, 4, found) != tensor_leaves(case.vector(), sizes, ONE_THREAD):
         yield "the digests of tensors are not the product's"
+
+
+def _wrong_mixes(place: Place) -> Iterator[str]:
+    """Yield a sentence for each ring in which a mix of sums is not the product's."""
+    rings: tuple[RingBits, RingBits] = (32, 64)
+    for bits in rings:
+        sums = [np.empty(3_000_001 if place.on_gpu else 5000, ring_dtype(bits)) for _ in MIXED]
+        for number, words in enumerate(sums):
+            KeyStream(key(f"sum {number}")).into(words)
+            # A mix is computed in 64 bits, and what is planned leaves 62 of them free.
+            words.view(f"<i{bits // 8}")[:] >>= 0 if bits == 32 else 24
+        expected = np.empty_like(sums[0])
+        mix_into(sums, MIXED, expected)
+        found = mixed_words([torch.from_numpy(words).to(place.device) for words in sums], MIXED)
+        if not np.array_equal(found.cpu().numpy().astype(f"<i{bits // 8}").view(expected.dtype), expected):
+            yield f"the mix of sums of {bits} bits is not the product's"
 
 
 def _unseen(place: Place) -> Iterator[str]:

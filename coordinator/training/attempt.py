@@ -52,7 +52,7 @@ class Step:
         reports: one per range.
         updated: new parameters and state of each range; empty where nothing is updated.
         solved: the released gradient of each range, where noise is correlated; else empty.
-        mixed_by: by member, the virtual workers that it hosted in the step before; it has their earlier sums.
+        mixed_by: by member, the virtual workers that it has hosted since the step before; it has their earlier sums.
         averages: the released average of each range, float64; empty where parameters are updated.
         attempts: their number so far. patience: of the newest one, in deadlines.
         seconds: wall time without ``waited_s``, in which its owner held it or did not release it yet. Of these,
@@ -132,10 +132,15 @@ class Step:
         members, hosting = self.context.membership.members, self.context.membership.hosts.hosting
         self.roster, self.shown, self.asked = roster, self._presentations(roster), {}
         self.patience = 1
+        # A worker drops the sums of virtual workers that it does not host in an attempt.
+        self.mixed_by = {
+            member_id: tuple(v for v in hosting[member_id] if v in self.mixed_by.get(member_id, ()))
+            for member_id in members.workers
+        }
         for member_id in sorted(members.workers):
             seen = self.seen.get(member_id, frozenset())
             # A new host computes sums of earlier steps again; all others have them.
-            is_new = not set(hosting[member_id]) <= set(self.mixed_by.get(member_id, ()))
+            is_new = len(self.mixed_by[member_id]) < len(hosting[member_id])
             past = self.model.earlier if is_new else ()
             self.patience = max(self.patience, 1 + len(past))
             request = StepRequest(

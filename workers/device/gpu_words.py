@@ -78,26 +78,14 @@ class GpuWords:
 
     def mixed(self, sums: Sequence[Tensor], mechanism: Mechanism, noise: Secret, start: int = 0) -> Tensor:
         """See `raycloak.workers.device.words.Words.mixed`."""
-        coefficients = mechanism.coefficients
         # The noise first, by the kernels that are compared with a CPU's, and then the mix by integers of torch.
         zeros = [torch.zeros(len(sums[0]), dtype=torch.float64, device=self._device)]
         vector = self.encoded(zeros, mechanism, noise, start)
-        place = _random_block(len(vector))
-        here = slice(place.start, place.stop)
         with _current(vector):
-            drawn = _signed(vector[here]).clone()
-            total = torch.zeros(len(vector), dtype=torch.int64, device=self._device)
-            for each, coefficient in zip(sums, coefficients, strict=False):
-                total.add_(_signed(each), alpha=coefficient)
-            left = total & (COEFFICIENT_UNIT - 1)
-            total >>= COEFFICIENT_UNIT.bit_length() - 1
-            left += total & 1
-            total += left > COEFFICIENT_UNIT // 2
-            _signed(vector).add_(total.to(_signed(vector).dtype))
-        theirs = np.empty(len(place), ring_dtype(mechanism.ring_bits))
-        mix_into([_on_host(each[here]) for each in sums], coefficients, theirs)
-        expected = drawn + _signed(torch.from_numpy(theirs)).to(self._device)
-        _require_equal(torch.equal(_signed(vector[here]), expected))
+            _add_mix(vector, sums, mechanism.coefficients)
+        if self._device.type == "cuda":
+            # The mix without noise was in memory of its own.
+            clear_free_memory(self._device)
         return vector
 
     def leaves(self, vector: Tensor, sizes: Sequence[int]) -> list[TensorLeaves]:
@@ -207,6 +195,30 @@ def _encoded(values: Tensor, spec: RingSpec, drawn: _Noise | None, noise: Secret
     require_bound(not unsettled, "a list of open words has room")
     _require_equal(not others)
     return made.vector
+
+
+def mixed_words(sums: Sequence[Tensor], coefficients: Sequence[int]) -> Tensor:
+    """Return the mix of encoded sums, int64 [d], as `raycloak.workers.vectors.ring.mix_into` writes it."""
+    total = torch.zeros(len(sums[0]), dtype=torch.int64, device=sums[0].device)
+    for each, coefficient in zip(sums, coefficients, strict=False):
+        total.add_(_signed(each), alpha=coefficient)
+    left = total & (COEFFICIENT_UNIT - 1)
+    total >>= COEFFICIENT_UNIT.bit_length() - 1
+    left += total & 1
+    total += left > COEFFICIENT_UNIT // 2
+    return total
+
+
+def _add_mix(vector: Tensor, sums: Sequence[Tensor], coefficients: Sequence[int]) -> None:
+    """Add the mix of sums to a vector, one block compared."""
+    place = _random_block(len(vector))
+    here, words = slice(place.start, place.stop), _signed(vector)
+    drawn = words[here].clone()
+    words.add_(mixed_words(sums, coefficients).to(words.dtype))
+    theirs = np.empty(len(place), ring_dtype(8 * vector.itemsize))
+    mix_into([_on_host(each[here]) for each in sums], coefficients, theirs)
+    expected = drawn + _signed(torch.from_numpy(theirs)).to(vector.device)
+    _require_equal(torch.equal(words[here], expected))
 
 
 def _random_block(length: int) -> range:

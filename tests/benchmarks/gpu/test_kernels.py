@@ -18,6 +18,7 @@ from raycloak.workers.device.rows import FusedRows
 
 place = Place(torch.device("cpu"))
 masked, limits, hashed = launches.masked, launches._limits, launches.leaf_digests
+mixed, SEVENTH, ONE = kernels.mixed_words, torch.tensor([7]), torch.tensor([1])
 
 def one_wrong_byte(*given):
     words = masked(*given)
@@ -27,6 +28,7 @@ def one_wrong_byte(*given):
 changes = {
     "one wrong byte of masks": (launches, "masked", one_wrong_byte),
     "one wrong byte of digests": (launches, "leaf_digests", lambda *given: [b"0" + h[1:] for h in hashed(*given)]),
+    "one wrong word of each mix": (kernels, "mixed_words", lambda *given: mixed(*given).index_add_(0, SEVENTH, ONE)),
     "half of the clamp and the scale": (launches, "_limits", lambda *given: limits(*given) * 0.5),
     "rows are measured too small": (FusedRows, "squares", lambda part: part._left.double().square().sum((1, 2, 3))),
 }
@@ -76,7 +78,7 @@ def test_wrong_words_and_wrong_rows_are_faults(run_python):
     done = run_python("-c", WRONG, environment={"TRITON_INTERPRET": "1"})
     faults = done.stdout.splitlines()
     begins = [fault.partition(" ")[0] for fault in faults]
-    assert begins == ["masks", "the", "encoding", "torch.float32:", "torch.bfloat16:"], done.stderr
+    assert begins == ["masks", "the", "the", "the", "encoding", "torch.float32:", "torch.bfloat16:"], done.stderr
 
 
 def test_a_seeded_wrong_kernel_fails_the_check(run_python):

@@ -6,6 +6,7 @@ from scipy.linalg import solve_triangular
 
 from raycloak.attestation.core.counted_noise import COEFFICIENT_UNIT
 from raycloak.coordinator.aggregation import aggregator
+from raycloak.coordinator.membership import hosting
 from raycloak.coordinator.proof.verify import verify_parts
 from raycloak.coordinator.training.assignment import ReplayedRun, ResumedRun
 from tests.coordinator.proof.proof_cases import packed, proved, train, whole
@@ -66,6 +67,25 @@ def test_guarantee_any_number_of_workers_gives_one_digest_with_a_move_in_every_s
     run = whole(tmp_path, num_workers=workers, secure_aggregation=workers > 1, disturb=disturb, **FIELDS)
     run.train()
     assert len(run.departures) >= STEPS // 2
+    assert run.digests == mixed.digests
+
+
+def test_a_virtual_worker_that_comes_back_within_a_step_finds_its_past(mixed, tmp_path, monkeypatch):
+    """Worker 0 gives virtual workers to a newcomer, drops their sums, and gets them back when the newcomer dies."""
+    genuine, deaths = hosting.rehost, {("step", "worker-1", 2), ("step", "worker-2", 0)}
+
+    def to_the_newcomer(current, workers, virtual_workers):
+        if [*workers] == ["worker-0", "worker-2"]:
+            return {"worker-0": (3,), "worker-2": (0, 1, 2, 4, 5, 6, 7)}
+        return genuine(current, workers, virtual_workers)
+
+    def disturb(call: Call) -> Fate:
+        return "dies" if (call.method, call.member_id, call.index) in deaths else None
+
+    monkeypatch.setattr(hosting, "rehost", to_the_newcomer)
+    run = whole(tmp_path, num_workers=2, disturb=disturb, **FIELDS)
+    run.train()
+    assert {member for member, _ in run.left} == {"worker-1", "worker-2"}
     assert run.digests == mixed.digests
 
 
