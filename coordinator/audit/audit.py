@@ -60,7 +60,6 @@ KEPT = {
     "secret_retention",
     "secure_aggregation",
     "seed",
-    "steps",
     "virtual_workers",
 }
 """The fields that an audit takes unchanged from the configuration. Task, sizes, noise and update rule are its own.
@@ -83,7 +82,8 @@ class AuditResult:
         canaries, included: m, and the number of included ones.
         guesses, correct, score: the basis of the bound; see `raycloak.coordinator.audit.bound`.
         examples: size of the configuration's own dataset.
-        steps, sample_rate, noise_multiplier: parameters of the audited mechanism.
+        steps, sample_rate, noise_multiplier: parameters of the audited mechanism. With correlated noise the rate is of
+            the part of the units that a step draws from.
         account: the charged account; None if the ledger was thrown away.
         evidence_class: ``simulated``, because all actors ran in one process.
     """
@@ -148,14 +148,6 @@ def audit(
         task = CanaryTask.of(config, base, coins.tolist())
         task.write(folder)
         planned = mechanism_of(config, base)
-        if planned.bands > 1:
-            raise ConfigError(
-                "audit_noise",
-                "an audit compares the models of single steps, and correlated noise hides an example in several.",
-                "Audit the configuration with dp_config.noise.correlated: off: sampling and clipping are the same.",
-            )
-        # Epochs are counted over the configuration's own examples: more examples make no other number of steps.
-        config = config.sized(planned.num_examples)
         audited = _audited(config, planned, canaries)
         paid = None if _is_free(config) else config.ledger
         url = None if paid is None else paid.url or ledger_url()
@@ -168,7 +160,7 @@ def audit(
     mechanism, delta, epsilon = finished.plan.mechanism, finished.plan.delta, _epsilon(audited, finished)
     # Each released sum, from two consecutive models.
     moved = -np.diff(models.astype(np.float64), axis=0) * (audited.batch_size / audited.optimizer.learning_rate)
-    observed = Observed(moved, canary_signs(models[:-1]))
+    observed = Observed.of(moved, canary_signs(models[:-1]), mechanism, audited.epoch_steps)
     bound = strongest_bound(observed, coins, mechanism, delta=delta, confidence=confidence)
     sensitivity = task.largest_move(mechanism, finished.parameters, config)
     result = AuditResult(
@@ -220,9 +212,14 @@ def _is_free(config: RunConfig) -> bool:
 
 
 def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
-    """Replace the configuration's task by the canaries', at the planned sampling rate and noise."""
+    """Replace the configuration's task by the canaries', at the planned sampling rate, steps, noise and bands.
+
+    The coefficients of correlated noise are chosen again, for plain SGD: as many, of another factorisation.
+    """
     assert config.dataset is not None, "the task was made from it"
-    noise = {"noise_multiplier": planned.noise_multiplier, "noise": {"correlated": "off"}}
+    bands = planned.bands
+    correlated = {"correlated": "auto", "bands": bands} if bands > 1 else {"correlated": "off"}
+    noise = {"noise_multiplier": planned.noise_multiplier, "noise": correlated}
     noise |= {"target_epsilon": None, "epsilon_cap": account_cap(config)}
     kept = config.model_dump(include=KEPT if _is_free(config) else {*KEPT, "ledger"})
     own = {
@@ -232,7 +229,9 @@ def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
         "dataset": config.dataset.model_dump(),
         "optimizer": {"name": "sgd", "learning_rate": config.optimizer.learning_rate},
         "virtual_workers": planned.virtual_workers,
-        "expected_batch_size": planned.sample_rate * (planned.num_examples + canaries),
+        # Of the configuration's own examples: more of them make no other number of steps.
+        "steps": planned.steps,
+        "expected_batch_size": planned.sample_rate * (planned.num_examples + canaries) / bands,
         "dp_config": {**config.dp_config.model_dump(), **noise},
     }
     return parse_config({**kept, **own})
@@ -308,5 +307,5 @@ def _epsilon(config: RunConfig, finished: Finished) -> float:
     if config.ledger.account is None and finished.data.runs == 1:
         return finished.charged_epsilon
     mechanism, delta = finished.plan.mechanism, finished.plan.delta
-    steps = finished.charged[mechanism.query]
+    steps = mechanism.participations(finished.charged[mechanism.query])
     return epsilon_of(mechanism.sample_rate, mechanism.noise_multiplier, steps, delta, mechanism.accountant)

@@ -12,6 +12,11 @@ Two scores, because no single one sees every defect:
 * ``difference``: sum of squared differences of consecutive sums. Noise that repeats cancels in it, which leaves the
   canary's own draws.
 
+Both are of rounds. A round is the steps in which each unit may be drawn once: one step, or b with correlated noise. The
+released sums are then solved ones, ``C^-1 y``, so an observer mixes them again. A canary that was drawn in a step is in
+``y`` of that step and of those after it, by one coefficient each. Their noise is independent, so a weighted sum is all
+that they tell.
+
 Each is tried with a few fixed ways to guess. All of this is fixed before anything is seen. Significance is shared out
 evenly, so the best of the bounds holds with the confidence asked for.
 """
@@ -22,6 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.attestation.core.counted_noise import COEFFICIENT_UNIT
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.terms.mechanism import Mechanism
 
@@ -104,15 +110,59 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """An adversary's view of the canaries, [steps, m] each.
+    """An adversary's view of the canaries, [rounds, m] each.
 
     Attributes:
-        sums: each step's released sum along each canary's axis.
-        signs: +1 or -1, the direction of the canary's gradient on it, known from the model before the step.
+        sums: each round's sum along each canary's axis, under the noise of one release; 0 where a canary has no step
+            left in the last round.
+        signs: +1 or -1, the direction of the canary's gradient on it, known from the model before its step.
+        signals: the length of a drawn canary in ``sums``, in units of C: 1 without correlated noise, and 0 where a
+            canary has no step left.
     """
 
     sums: NDArray[np.float64]
     signs: NDArray[np.int64]
+    signals: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls, released: NDArray[np.float64], signs: NDArray[np.int64], mechanism: Mechanism, epoch_steps: int
+    ) -> "Observed":
+        """Gather the steps of each round: a matched filter for the one step that may draw the canary.
+
+        A canary that step t draws is in the mix of step t + j by c_j, up to the last band, the last step or the end of
+        the key epoch. ``sum_j c_j y_(t+j) / |c|`` over these has the signal ``|c| C``, and the noise of one of them.
+
+        Args:
+            released: [steps, m], the released sums along each canary's axis. Canaries are the last units.
+            signs: [steps, m].
+            epoch_steps: E, the steps of a key epoch, after which a mix starts anew.
+        """
+        (steps, count), bands = released.shape, mechanism.bands
+        weights = np.array(mechanism.coefficients or (COEFFICIENT_UNIT,)) / COEFFICIENT_UNIT
+        numbers = np.arange(steps)
+        # Steps before and after each, in its key epoch and its run.
+        before = numbers % epoch_steps
+        after = np.minimum(epoch_steps - 1 - before, steps - 1 - numbers)
+        mixed, filtered, squares = np.zeros_like(released), np.zeros_like(released), np.zeros(steps)
+        for lag, weight in enumerate(weights):
+            reached = numbers[before >= lag]
+            mixed[reached] += weight * released[reached - lag]
+        for lag, weight in enumerate(weights):
+            reaching = numbers[after >= lag]
+            filtered[reaching] += weight * mixed[reaching + lag]
+            squares[reaching] += weight**2
+        lengths = np.sqrt(squares)
+        filtered /= lengths[:, None]
+        units = mechanism.num_examples - count + np.arange(count)
+        parts = units // mechanism.virtual_workers % bands
+        own = np.arange(0, steps, bands)[:, None] + parts
+        there, own = own < steps, np.minimum(own, steps - 1)
+        return cls(
+            np.where(there, np.take_along_axis(filtered, own, 0), 0.0),
+            np.take_along_axis(signs, own, 0),
+            np.where(there, lengths[own], 0.0),
+        )
 
 
 def strongest_bound(
@@ -157,9 +207,11 @@ def scores_of(score: str, observed: Observed, mechanism: Mechanism) -> NDArray[n
     """Score each canary, [m]; higher means more likely included."""
     total: NDArray[np.float64]
     if score == "difference":
-        total = np.square(np.diff(observed.sums, axis=0)).sum(0)
+        # Filters of unlike length weigh the same noise unlike, so it would not cancel.
+        alike = np.diff(observed.signals, axis=0) == 0
+        total = np.square(np.where(alike, np.diff(observed.sums, axis=0), 0.0)).sum(0)
         return total
-    signal = mechanism.max_grad_norm
+    signal = mechanism.max_grad_norm * observed.signals
     deviation = mechanism.sigma * mechanism.gamma * math.sqrt(mechanism.virtual_workers)
     rate = mechanism.sample_rate
     exponent = (observed.sums * observed.signs * signal - signal**2 / 2) / deviation**2

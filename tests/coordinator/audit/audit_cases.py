@@ -50,21 +50,31 @@ FALSE_ALARM = 3e-8
 
 
 def small_config(
-    *, sample_rate: float = 0.5, epsilon: float = 1.0, steps: int = 4, virtual_workers: int = 16, **fields: object
+    *,
+    sample_rate: float = 0.5,
+    epsilon: float = 1.0,
+    steps: int = 4,
+    virtual_workers: int = 16,
+    bands: int = 1,
+    **fields: object,
 ) -> RunConfig:
-    """Return two workers on 200 examples. A small delta: its share of the p-value grows with the number of canaries."""
-    noise = None if "measurements" in fields else SOLVED.get((sample_rate, epsilon, steps))
+    """Return two workers on 200 examples. A small delta: its share of the p-value grows with the number of canaries.
+
+    With bands, the noise of all ``steps`` is correlated, and ``sample_rate`` is of a part.
+    """
+    noise = None if "measurements" in fields else SOLVED.get((sample_rate, epsilon, -(-steps // bands)))
     dial = {"noise_multiplier": noise, "epsilon_cap": epsilon} if noise else {"target_epsilon": epsilon}
+    correlated = {"noise": {"correlated": "auto", "bands": bands}} if bands > 1 else {}
     raw: dict[str, object] = {
         "num_workers": 2,
         "virtual_workers": virtual_workers,
         "steps": steps,
-        "expected_batch_size": sample_rate * EXAMPLES,
+        "expected_batch_size": sample_rate * EXAMPLES / bands,
         "micro_batch_size": 512,
         "model": "tests.models:small_model",
         "dataset": {"kind": "npz", "path": "examples.npz", "features": "features"},
         "optimizer": {"learning_rate": 0.5, "momentum": 0.9},
-        "dp_config": {**dial, "target_delta": DELTA, "accountant": "rdp"},
+        "dp_config": {**dial, **correlated, "target_delta": DELTA, "accountant": "rdp"},
     }
     return parse_config({**raw, **fields})
 
