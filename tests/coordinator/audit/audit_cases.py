@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from raycloak.attestation.core.canonical import digest
+from raycloak.attestation.core.counted_noise import COEFFICIENT_UNIT, mixed_norm
 from raycloak.attestation.core.keys import Purpose, derive
 from raycloak.attestation.keys.release import KeyContract
 from raycloak.coordinator.audit import audit as audit_module
@@ -20,6 +21,7 @@ from raycloak.coordinator.audit.audit import AuditResult, audit
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.planning import dry_run, plan
 from raycloak.workers import virtual_worker, workload
+from raycloak.workers.device.words import CpuWords
 from raycloak.workers.gradients import clipping, taps
 from raycloak.workers.gradients.clipping import ClippedSum
 from raycloak.workers.gradients.row_places import SilentRows
@@ -44,7 +46,7 @@ OF_PATIENTS = {
 """Fields of an audit that protects patients, at the sampling rate of one that protects examples."""
 DELTA = 1e-12
 SOLVED = {(0.5, 1.0, 4): 7.59826}
-"""Noise that keeps so many steps at this sampling rate within epsilon; at such a rate solving takes seconds."""
+"""Noise that keeps so many rounds at this sampling rate within epsilon; at such a rate solving takes seconds."""
 FALSE_ALARM = 3e-8
 """Chance that one audit of a correct build is flagged; thirty audits together stay below 1e-6."""
 
@@ -120,6 +122,27 @@ def noise_of_one_virtual_worker_only(monkeypatch):
             return genuine(self, v, *arguments)
 
     monkeypatch.setattr(VirtualWorkerComputer, "vector", vector)
+
+
+LONG_COLUMN = (1, 3, 4, 4, 4, 4, 4, 3, 1)
+"""Coefficients of norm 10. Those that plans choose have at most 1.6, so noise without it is little too small."""
+
+
+def coefficients_of_a_long_column(monkeypatch):
+    """No defect: noise of any coefficients is private that is made for their norm."""
+    monkeypatch.setattr(plan, "chosen_coefficients", lambda *_: tuple(COEFFICIENT_UNIT * each for each in LONG_COLUMN))
+
+
+def noise_without_the_norm_of_the_coefficients(monkeypatch):
+    genuine, sampler = CpuWords.mixed, NoiseSampler.__init__
+
+    def mixed(self, sums, mechanism, noise, start=0):
+        norm = float(mixed_norm(mechanism.coefficients))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(NoiseSampler, "__init__", lambda self, sigma, bits: sampler(self, sigma / norm, bits))
+            return genuine(self, sums, mechanism, noise, start)
+
+    monkeypatch.setattr(CpuWords, "mixed", mixed)
 
 
 def sigma_divided_by_virtual_workers_once_more(monkeypatch, virtual_workers=16):

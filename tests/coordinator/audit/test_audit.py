@@ -40,6 +40,8 @@ ONE_WORKERS_NOISE = {"virtual_workers": 64, "canaries": 4000}
 LARGE_BATCHES = {"virtual_workers": 4}
 billed = partial(small_config, virtual_workers=4)
 """The configuration of audits that are about accounts: those are charged the same for few virtual workers."""
+LONG_COLUMN = {"bands": 9, "steps": 18, "sample_rate": 1.0, "canaries": 2500}
+"""Two rounds, of which each canary is in every one. The last ends with the run."""
 FULL_BATCHES = {"sample_rate": 0.1, "steps": 16, "virtual_workers": 8, "canaries": 3000}
 
 
@@ -89,6 +91,16 @@ def test_a_correct_build_stays_below_the_epsilon_of_a_patient(tmp_path):
     assert not result.contradicted
 
 
+def test_a_correct_build_with_correlated_noise_stays_below_it(tmp_path):
+    """Rounds of three steps, and key epochs of five, so that some rounds are cut."""
+    assert not audited(tmp_path, 0, bands=3, steps=12, epoch_steps=5).contradicted
+
+
+def test_a_correct_build_with_a_long_column_stays_below_it(tmp_path, monkeypatch):
+    cases.coefficients_of_a_long_column(monkeypatch)
+    assert not audited(tmp_path, 0, **LONG_COLUMN).contradicted
+
+
 # --- seeded defects
 
 
@@ -102,6 +114,12 @@ def flagged(tmp_path, **settings):
 def test_a_run_without_noise_is_flagged(tmp_path, monkeypatch):
     cases.without_noise(monkeypatch)
     flagged(tmp_path)
+
+
+def test_noise_without_the_norm_of_the_coefficients_is_flagged(tmp_path, monkeypatch):
+    cases.coefficients_of_a_long_column(monkeypatch)
+    cases.noise_without_the_norm_of_the_coefficients(monkeypatch)
+    flagged(tmp_path, **LONG_COLUMN)
 
 
 def test_the_noise_of_one_virtual_worker_alone_is_flagged(tmp_path, monkeypatch):
@@ -158,6 +176,34 @@ def test_the_audited_mechanism_is_that_of_the_configuration(home, length):
     assert result.noise_multiplier == plan.mechanism.noise_multiplier
     assert (result.steps, result.delta) == (config.steps, config.dp_config.target_delta)
     assert result.epsilon == pytest.approx(plan.epsilon, rel=1e-3)
+
+
+def test_an_audit_keeps_the_bands_of_a_plan_and_a_named_account_pays_once_a_round(home, raycloak_home):
+    """The coefficients are chosen again: the audit's update rule has no momentum."""
+    raycloak_home.mkdir()
+    ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}")
+    ledger.open_account("hospital", OpeningTerms(1.5, cases.DELTA))
+    config = billed(bands=2, steps=8, ledger={"account": "hospital"})
+    planned = plan_of(config, home).mechanism
+    result = audit(config, home, canaries=100)
+    found = RunFolder.open(result.run_dir).manifest.computation.mechanism
+    assert found.bands == planned.bands == 2
+    assert found.coefficients != planned.coefficients
+    assert (found.steps, found.noise_multiplier) == (planned.steps, planned.noise_multiplier)
+    assert found.sample_rate == pytest.approx(planned.sample_rate, rel=1e-12)
+    (account,) = ledger.view().accounts
+    ledger.close()
+    assert result.epsilon == pytest.approx(account.spent_epsilon, rel=1e-6)
+
+
+def test_a_batch_that_is_left_to_the_plan_is_audited_as_planned(home):
+    left = {"expected_batch_size": None, "steps": None, "epochs": 2.0}
+    config = billed(sample_rate=1.0, **left, dp_config={"target_epsilon": 1.0, "noise": {"correlated": "auto"}})
+    planned = plan_of(config, home).mechanism
+    result = audit(config, home, canaries=100)
+    assert result.steps == planned.steps
+    assert result.sample_rate == pytest.approx(planned.sample_rate, rel=1e-12)
+    assert result.noise_multiplier == planned.noise_multiplier
 
 
 def test_the_noise_is_that_of_the_run_where_epsilon_pays_for_cut_draws(home):
