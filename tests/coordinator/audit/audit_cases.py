@@ -125,7 +125,7 @@ def noise_of_one_virtual_worker_only(monkeypatch):
 
 
 LONG_COLUMN = (1, 3, 4, 4, 4, 4, 4, 3, 1)
-"""Coefficients of norm 10. Those that plans choose have at most 1.6, so noise without it is little too small."""
+"""Coefficients of norm 10. Those for plain SGD have one of 2.3 at most, so noise without it is little too small."""
 
 
 def coefficients_of_a_long_column(monkeypatch):

@@ -18,7 +18,7 @@ from raycloak.coordinator.audit.canaries import CanaryTask, canary_signs
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms
-from raycloak.coordinator.planning.dry_run import plan_of
+from raycloak.coordinator.planning.dry_run import mechanism_of, plan_of
 from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.folder import RunFolder
@@ -184,21 +184,24 @@ def test_an_audit_keeps_the_bands_of_a_plan_and_a_named_account_pays_once_a_roun
     ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}")
     ledger.open_account("hospital", OpeningTerms(1.5, cases.DELTA))
     config = billed(bands=2, steps=8, ledger={"account": "hospital"})
-    planned = plan_of(config, home).mechanism
+    planned = mechanism_of(config, home)
     result = audit(config, home, canaries=100)
-    found = RunFolder.open(result.run_dir).manifest.computation.mechanism
+    found = RunFolder.open(result.run_dir).manifest().computation.mechanism
     assert found.bands == planned.bands == 2
     assert found.coefficients != planned.coefficients
     assert (found.steps, found.noise_multiplier) == (planned.steps, planned.noise_multiplier)
     assert found.sample_rate == pytest.approx(planned.sample_rate, rel=1e-12)
     (account,) = ledger.view().accounts
     ledger.close()
-    assert result.epsilon == pytest.approx(account.spent_epsilon, rel=1e-6)
+    # An account that others might share pays at fewer orders.
+    assert result.epsilon == pytest.approx(1.0, rel=1e-3)
+    assert account.spent_epsilon < 1.1
 
 
 def test_a_batch_that_is_left_to_the_plan_is_audited_as_planned(home):
     left = {"expected_batch_size": None, "steps": None, "epochs": 2.0}
-    config = billed(sample_rate=1.0, **left, dp_config={"target_epsilon": 1.0, "noise": {"correlated": "auto"}})
+    dp_config = {"target_epsilon": 1.0, "noise": {"correlated": "auto"}}
+    config = parse_config({**billed().model_dump(mode="json"), **left, "dp_config": dp_config})
     planned = plan_of(config, home).mechanism
     result = audit(config, home, canaries=100)
     assert result.steps == planned.steps
