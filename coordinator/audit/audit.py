@@ -219,8 +219,7 @@ def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
     assert config.dataset is not None, "the task was made from it"
     bands = planned.bands
     correlated = {"correlated": "auto", "bands": bands} if bands > 1 else {"correlated": "off"}
-    noise = {"noise_multiplier": planned.noise_multiplier, "noise": correlated}
-    noise |= {"target_epsilon": None, "epsilon_cap": account_cap(config)}
+    noise = {"noise_multiplier": planned.noise_multiplier, "target_epsilon": None, "epsilon_cap": account_cap(config)}
     kept = config.model_dump(include=KEPT if _is_free(config) else {*KEPT, "ledger"})
     own = {
         "name": f"{config.name}-audit",
@@ -232,7 +231,7 @@ def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
         # Of the configuration's own examples: more of them make no other number of steps.
         "steps": planned.steps,
         "expected_batch_size": planned.sample_rate * (planned.num_examples + canaries) / bands,
-        "dp_config": {**config.dp_config.model_dump(), **noise},
+        "dp_config": {**config.dp_config.model_dump(), **noise, "noise": correlated},
     }
     return parse_config({**kept, **own})
 
