@@ -135,7 +135,8 @@ def audit(
         small_epsilon: whether an epsilon below 0.1 is meant, where the audit opens the account of its data.
 
     Raises:
-        ConfigError: ``audit_canaries``, ``audit_confidence``, ``nothing_to_audit`` (privacy is off), and as a plan.
+        ConfigError: ``audit_canaries``, ``audit_confidence``, ``audit_noise`` (the plan mixes steps),
+            ``nothing_to_audit`` (privacy is off), and as a plan.
         RaycloakError: as a plan or a run. Charges stay charged.
     """
     _check(config, canaries, confidence)
