@@ -146,7 +146,7 @@ class PastSums:
 
 
 @dataclass(frozen=True, slots=True)
-class _Verified:
+class _VerifiedInput:
     """The input of an attempt, as its receipt is for it.
 
     Attributes:
@@ -309,7 +309,7 @@ class RunMember:
 
     def _check_input(
         self, envelope: Envelope, roster: Roster, request: StepRequest, parameters: Sequence[np.ndarray]
-    ) -> _Verified:
+    ) -> _VerifiedInput:
         """Return the step's input that really arrived, with the receipt, which was verified for it.
 
         Guarantee: sums of earlier steps that are kept, and models that they may be computed of, are of the steps that
@@ -355,7 +355,7 @@ class RunMember:
             raise ProtocolError("parameters_mismatch", "step 0 does not start from the manifest's parameters")
         if chained:
             self._past.follow(chain | {roster.step: inputs}, roster.step - reach)
-        return _Verified(inputs, receipt, flat, past)
+        return _VerifiedInput(inputs, receipt, flat, past)
 
     def _model_digest(self, flat: np.ndarray) -> bytes:
         tensors = self.planned.workload.facts.tensors
@@ -419,7 +419,7 @@ class RunMember:
         self._past.drop_all_but(own.virtual_workers)
         self._peers.meet(roster)
 
-    def _compute(self, roster: Roster, given: _Verified, sent: SentStep | None) -> None:
+    def _compute(self, roster: Roster, given: _VerifiedInput, sent: SentStep | None) -> None:
         """Add the vectors of all hosted virtual workers; those kept for this step are not computed again."""
         hosted, root = roster.member(self._attester.member_id).virtual_workers, given.paid.data_root
         computer = self.planned.computers[roster.query]
@@ -445,7 +445,7 @@ class RunMember:
         reach = computation.reach(roster.step) if roster.query == "gradient" else 0
         return range(roster.step - 1, roster.step - 1 - reach, -1)
 
-    def _recompute(self, roster: Roster, given: _Verified, hosted: Sequence[int], earlier: range) -> None:
+    def _recompute(self, roster: Roster, given: _VerifiedInput, hosted: Sequence[int], earlier: range) -> None:
         """Compute the sums of earlier steps that are to be mixed and are not here, as after a move.
 
         Raises:

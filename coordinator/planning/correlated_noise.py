@@ -10,7 +10,7 @@ from typing import Final
 from raycloak.coordinator.accounting.calibration import epsilon_of, solve_noise_multiplier
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import SCHEDULES, OptimizerConfig
-from raycloak.coordinator.planning.factorisation import Workload, error_of, factorise
+from raycloak.coordinator.planning.factorisation import NoiseWorkload, error_of, factorise
 from raycloak.coordinator.planning.manifest import optimizer_spec
 from raycloak.workers.terms.mechanism import AccountantName, Mechanism
 
@@ -112,13 +112,13 @@ def state_bytes(bands: int, dimension: int, hosted: int) -> tuple[int, int]:
     return (bands - 1) * 4 * dimension * hosted, (bands - 1) * 8 * dimension
 
 
-def workload_of(config: RunConfig) -> Workload:
+def workload_of(config: RunConfig) -> NoiseWorkload:
     """Return how a run's optimizer adds up the noise of its steps; a schedule of the user's own counts as constant."""
     optimizer, steps = config.optimizer, min(config.planned_steps, _RATES)
     momentum = optimizer.momentum if optimizer.name == "sgd" else 0.0
     if optimizer.name in ("adam", "adamw"):
         momentum = optimizer.beta1
-    return Workload(momentum, _rates(optimizer, steps, config.planned_steps), config.epoch_steps)
+    return NoiseWorkload(momentum, _rates(optimizer, steps, config.planned_steps), config.epoch_steps)
 
 
 def _rates(optimizer: OptimizerConfig, count: int, steps: int) -> tuple[float, ...]:

@@ -43,7 +43,7 @@ Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class NoiseWorkload:
     """The optimizer of a run, as far as it decides how noise adds up in the weights.
 
     Attributes:
@@ -97,7 +97,7 @@ class Factorisation:
     amplification: float
 
 
-def factorise(workload: Workload, bands: int) -> Factorisation:
+def factorise(workload: NoiseWorkload, bands: int) -> Factorisation:
     """Return the coefficients of least error, none below 0.
 
     Args:
@@ -127,7 +127,7 @@ def factorise(workload: Workload, bands: int) -> Factorisation:
     )
 
 
-def error_of(workload: Workload, coefficients: tuple[int, ...]) -> float:
+def error_of(workload: NoiseWorkload, coefficients: tuple[int, ...]) -> float:
     """Return the error of given coefficients, as of a `Factorisation`; at most ``workload.most_bands`` of them."""
     squared, _ = squared_error(workload.kernel(), np.array(coefficients) / COEFFICIENT_UNIT)
     return math.sqrt(squared)
@@ -137,7 +137,7 @@ def squared_error(kernel: Vector, coefficients: Vector) -> tuple[float, Vector]:
     """Return the squared error of the iterates, and its gradient by each coefficient but the first.
 
     Args:
-        kernel: as `Workload.kernel` returns it, of shape (n, n).
+        kernel: as `NoiseWorkload.kernel` returns it, of shape (n, n).
         coefficients: c, of shape (b,) with c_0 = 1 and b <= n.
     """
     steps, bands = len(kernel), len(coefficients)

@@ -11,7 +11,7 @@ from raycloak.coordinator.planning.factorisation import (
     COEFFICIENT_UNIT,
     MOST_STEPS,
     Factorisation,
-    Workload,
+    NoiseWorkload,
     amplification_of,
     factorise,
     norm_of,
@@ -21,11 +21,11 @@ from raycloak.metrics.errors import ConfigError
 
 ONE = COEFFICIENT_UNIT
 DECAYING = tuple(1 - t / 12 for t in range(12))
-LONG = Workload(0.9, (1.0,) * 400, 10**6)
-SUMS = Workload(0.0, (1.0,) * 120, 10**6)
+LONG = NoiseWorkload(0.9, (1.0,) * 400, 10**6)
+SUMS = NoiseWorkload(0.0, (1.0,) * 120, 10**6)
 
 
-def steps_of(workload: Workload) -> np.ndarray:
+def steps_of(workload: NoiseWorkload) -> np.ndarray:
     """Return the workload as the optimizer's own loop makes it: one column for each release."""
     velocity = iterate = np.zeros(len(workload.rates))
     rows = []
@@ -36,7 +36,7 @@ def steps_of(workload: Workload) -> np.ndarray:
     return np.array(rows)
 
 
-def dense(workload: Workload, coefficients: tuple[int, ...]) -> np.ndarray:
+def dense(workload: NoiseWorkload, coefficients: tuple[int, ...]) -> np.ndarray:
     steps, epoch = len(workload.rates), workload.epoch_steps
     matrix = np.zeros((steps, steps))
     for t in range(steps):
@@ -49,7 +49,7 @@ def dense(workload: Workload, coefficients: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("rates", [(1.0,) * 7, DECAYING, tuple(1e-4 * rate for rate in DECAYING)])
 @pytest.mark.parametrize(("epoch", "bands"), [(1, 1), (3, 2), (3, 3), (4, 2), (5, 5), (12, 3), (100, 1), (100, 7)])
 def test_the_error_is_that_of_the_dense_matrices(momentum, rates, epoch, bands):
-    workload = Workload(momentum, rates, epoch)
+    workload = NoiseWorkload(momentum, rates, epoch)
     found = factorise(workload, bands)
     inverse = np.linalg.inv(dense(workload, found.coefficients or (ONE,)))
     noise = np.linalg.norm(steps_of(workload) @ inverse) / math.sqrt(len(rates))
@@ -62,13 +62,13 @@ def test_the_error_is_that_of_the_dense_matrices(momentum, rates, epoch, bands):
 @pytest.mark.parametrize(("steps", "epoch", "bands"), [(1, 100, 2), (12, 3, 4), (7, 100, 8), (401, 1000, 401)])
 def test_bands_that_a_run_or_an_epoch_has_no_room_for_are_refused(steps, epoch, bands):
     with pytest.raises(ConfigError, match=f"{bands} bands does not fit {bands - 1} steps") as refused:
-        factorise(Workload(0.9, (1.0,) * steps, epoch), bands)
+        factorise(NoiseWorkload(0.9, (1.0,) * steps, epoch), bands)
     assert refused.value.code == "bands_too_many"
 
 
 @pytest.mark.parametrize(("momentum", "epoch"), [(0.0, 12), (0.9, 12), (0.9, 5)])
 def test_the_gradient_is_that_of_finite_differences(momentum, epoch):
-    kernel = Workload(momentum, DECAYING, epoch).kernel()
+    kernel = NoiseWorkload(momentum, DECAYING, epoch).kernel()
     coefficients = np.array([1.0, 0.7, 0.2, 0.4, 0.1])
     _, gradient = squared_error(kernel, coefficients)
     for k in range(1, 5):
@@ -105,7 +105,7 @@ def test_one_band_is_independent_noise():
 
 @pytest.mark.parametrize("epoch", [40, 10**6])
 def test_the_error_falls_with_the_bands(epoch):
-    errors = [factorise(Workload(0.0, SUMS.rates, epoch), bands).error for bands in (1, 2, 4, 8, 16, 32)]
+    errors = [factorise(NoiseWorkload(0.0, SUMS.rates, epoch), bands).error for bands in (1, 2, 4, 8, 16, 32)]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.4 * errors[0]
 
@@ -116,15 +116,15 @@ def test_the_error_is_below_that_of_the_square_root():
 
 
 def test_the_unit_of_the_rates_changes_no_coefficient_but_by_rounding():
-    small = factorise(Workload(0.9, (2.0**-20,) * 120, 10**6), 8)
-    found = factorise(Workload(0.9, SUMS.rates, 10**6), 8)
+    small = factorise(NoiseWorkload(0.9, (2.0**-20,) * 120, 10**6), 8)
+    found = factorise(NoiseWorkload(0.9, SUMS.rates, 10**6), 8)
     assert small.coefficients == found.coefficients
     assert small.error == found.error * 2.0**-20
 
 
 def test_a_long_run_chooses_by_its_first_steps():
     rates = (1.0,) * MOST_STEPS
-    first, longer = (factorise(Workload(0.5, each, 10**6), 4) for each in (rates, rates + (0.25,) * 50))
+    first, longer = (factorise(NoiseWorkload(0.5, each, 10**6), 4) for each in (rates, rates + (0.25,) * 50))
     assert (longer.coefficients, longer.error) == (first.coefficients, first.error)
     assert longer.amplification >= first.amplification
 
@@ -157,6 +157,6 @@ def test_the_norm_is_never_below_the_true_one():
 
 
 def test_a_workload_always_has_the_same_coefficients():
-    first, second = (factorise(Workload(0.9, DECAYING, 6), 4) for _ in range(2))
+    first, second = (factorise(NoiseWorkload(0.9, DECAYING, 6), 4) for _ in range(2))
     assert first == second
     assert isinstance(first, Factorisation)
