@@ -18,7 +18,8 @@ def test_every_mutation_can_be_made_of_the_code_as_it_is():
 
 def test_there_are_ten_of_each_room_and_no_two_are_one():
     rooms = Counter(each.room for each in MUTATIONS)
-    assert rooms == dict.fromkeys(("clipping", "units", "lineage", "ledger", "masks", "appraisal", "service"), 10)
+    named = "clipping", "mixing", "units", "lineage", "ledger", "masks", "appraisal", "service"
+    assert rooms == dict.fromkeys(named, 10)
     assert len({(each.file, each.before, each.after) for each in MUTATIONS}) == len(MUTATIONS)
     assert [each.name for each in MUTATIONS if each.before == each.after] == []
 

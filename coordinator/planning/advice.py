@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from raycloak.coordinator.accounting.calibration import solve_noise_multiplier
 from raycloak.coordinator.config.run import RunConfig, parse_config
-from raycloak.coordinator.planning.correlated_noise import BATCH_TOLERANCE, FEWEST_STEPS, LEAST_BATCH, best_noise
+from raycloak.coordinator.planning.correlated_noise import BATCH_TOLERANCE, FEWEST_STEPS, LEAST_BATCH, bands_and_share
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.mechanism import Mechanism
@@ -87,7 +87,8 @@ def _candidates(plan: Plan, config: RunConfig) -> Iterator[BatchChoice]:
     for doublings in _DOUBLINGS:
         batch = mechanism.expected_batch_size * 2.0**doublings
         steps, rate = round(rows / batch), batch / mechanism.num_examples
-        if batch < 1 or rate > 1 or steps < 1:
+        least = config.dp_config.noise.bands or 1
+        if batch < 1 or least * rate > 1 or steps < least:
             continue
         bands, share = _bands(config, batch, steps, mechanism)
         noise = solve_noise_multiplier(
@@ -98,10 +99,7 @@ def _candidates(plan: Plan, config: RunConfig) -> Iterator[BatchChoice]:
 
 
 def _bands(config: RunConfig, batch: float, steps: int, mechanism: Mechanism) -> tuple[int, float]:
-    """Return the bands that a plan of such batches would have, and the error of so many over that of one."""
-    if config.dp_config.noise.correlated == "off" or config.dp_config.target_epsilon is None:
-        return 1, 1.0
+    """Return what `bands_and_share` does of such batches;"""
     given = config.model_dump(mode="json") | {"expected_batch_size": batch, "batch_size_per_worker": None}
     of_choice = parse_config(given | {"steps": steps, "epochs": None})
-    bands, _, share = best_noise(of_choice, mechanism.num_examples, mechanism.dimension)
-    return bands, share
+    return bands_and_share(of_choice, mechanism.num_examples, mechanism.dimension)

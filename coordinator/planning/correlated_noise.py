@@ -87,21 +87,20 @@ def settled(config: RunConfig, num_examples: int, dimension: int) -> RunConfig:
 
 def _error_by_noise(config: RunConfig, num_examples: int, dimension: int) -> float:
     """Return the error of the weights by noise, in a unit that is the same for all batches of as many passes."""
-    _, noise, share = best_noise(config, num_examples, dimension)
+    dp, (bands, share) = config.dp_config, bands_and_share(config, num_examples, dimension)
+    assert dp.target_epsilon is not None, "a batch is chosen for a target"
+    rate, rounds = bands * config.batch_size / num_examples, -(-config.planned_steps // bands)
+    noise = solve_noise_multiplier(dp.target_epsilon, dp.target_delta, rate, rounds)
     return noise * share / (config.batch_size * math.sqrt(config.planned_steps))
 
 
-def best_noise(config: RunConfig, num_examples: int, dimension: int) -> tuple[int, float, float]:
-    """Return the bands that a plan would have, their noise multiplier, and their error at it over that of one band."""
+def bands_and_share(config: RunConfig, num_examples: int, dimension: int) -> tuple[int, float]:
+    """Return the bands that a plan would have, and their error over that of one band at the same noise multiplier."""
     coefficients = chosen_coefficients(config, num_examples, dimension)
-    bands, dp = max(1, len(coefficients)), config.dp_config
-    assert dp.target_epsilon is not None, "bands and batches are chosen for a target"
-    rate, rounds = bands * config.batch_size / num_examples, -(-config.planned_steps // bands)
-    noise = solve_noise_multiplier(dp.target_epsilon, dp.target_delta, rate, rounds)
     if not coefficients:
-        return 1, noise, 1.0
+        return 1, 1.0
     workload = workload_of(config)
-    return bands, noise, error_of(workload, coefficients) / factorise(workload, 1).error
+    return len(coefficients), error_of(workload, coefficients) / factorise(workload, 1).error
 
 
 def chosen_coefficients(config: RunConfig, num_examples: int, dimension: int) -> tuple[int, ...]:

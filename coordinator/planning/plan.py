@@ -49,7 +49,7 @@ from raycloak.coordinator.planning.batches import (
     fixed_virtual_workers,
     hosted_at_most,
 )
-from raycloak.coordinator.planning.correlated_noise import NoiseGain, chosen_coefficients, gain_of, settled
+from raycloak.coordinator.planning.correlated_noise import NoiseGain, chosen_coefficients, gain_of, settled, state_bytes
 from raycloak.coordinator.planning.masks import MaskPlan, plan_masks
 from raycloak.coordinator.planning.measurements import (
     MechanismCost,
@@ -120,7 +120,8 @@ class Plan:
         rounding_cost: the share of epsilon that this takes; 0 where nothing is private.
         base_draws: base draws of the gradient's noise for each coordinate; 0 where nothing is private.
         bytes_per_step: masked payload of all workers in one attempt.
-        object_store_bytes: most that parameters, optimizer state and masked vectors of two attempts need at once.
+        object_store_bytes: most that parameters, optimizer state and masked vectors of two attempts need at once, and
+            what is kept of earlier steps where noise is correlated.
         epsilon_by_accountant: of ``releases``, by five accountants; ``accountants_not_computed`` says why one is not
             there. Both are empty until `raycloak.coordinator.planning.cross_check.checked` has compared them.
         features: what an example's features are, with the names of their columns; empty in the plan that a run is made
@@ -177,7 +178,8 @@ class Plan:
     @property
     def aggregator_bytes(self) -> int:
         """The most that an aggregator of all parameters takes of its node, the object store included."""
-        released = self.object_store_bytes // 2 - self.bytes_per_step
+        earlier = self.noise_gain.state_bytes[1] if self.noise_gain else 0
+        released = (self.object_store_bytes - earlier) // 2 - self.bytes_per_step
         return self.object_store_bytes + reduce_bytes(self.mechanism.dimension, self.bytes_per_step, released)
 
     @property
@@ -276,7 +278,9 @@ def make_plan(
         base_draws=decompose(mechanism.sigma).draws if mechanism.private else 0,
         bytes_per_step=masked_bytes,
         # Of parameters and state, and of the vectors, two attempts.
-        object_store_bytes=2 * (4 * mechanism.dimension * (1 + state_tensors) + masked_bytes),
+        # Beside them, a model and a release of each earlier step that is mixed.
+        object_store_bytes=2 * (4 * mechanism.dimension * (1 + state_tensors) + masked_bytes)
+        + state_bytes(mechanism.bands, mechanism.dimension, hosted, mechanism.ring_bits)[1],
         masks=plan_masks(config, run.mechanisms, keys_per_machine(config, mechanism.virtual_workers)),
         exact=not config.allow_nondeterministic,
         data_sealed=config.dataset is not None and config.dataset.kind == "sealed",

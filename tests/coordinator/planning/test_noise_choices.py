@@ -2,12 +2,12 @@
 
 import pytest
 
-from raycloak.coordinator.accounting.calibration import epsilon_of
+from raycloak.coordinator.accounting.calibration import epsilon_of, solve_noise_multiplier
 from raycloak.coordinator.planning.advice import batch_choices
 from raycloak.coordinator.planning.correlated_noise import (
     BATCH_TOLERANCE,
     LARGEST_SHARE,
-    best_noise,
+    bands_and_share,
     chosen_coefficients,
     settled,
 )
@@ -42,11 +42,11 @@ def test_bands_are_those_of_the_settings_that_were_measured(examples, dimension,
     given = asked(passes, epsilon, batch).sized(examples)
     coefficients = chosen_coefficients(given, examples, dimension)
     assert max(1, len(coefficients)) == bands
-    found, noise, share = best_noise(given, examples, dimension)
+    found, share = bands_and_share(given, examples, dimension)
     assert found == bands
     # What it takes leaves less error than noise of each step's own, by as much as makes it worth its memory.
-    alone, own, _ = best_noise(asked(passes, epsilon, batch, noise={"correlated": "off"}).sized(examples), examples, 1)
-    assert alone == 1
+    rate, steps = given.batch_size / examples, given.planned_steps
+    noise, own = (solve_noise_multiplier(epsilon, 1e-5, count * rate, -(-steps // count)) for count in (bands, 1))
     assert (noise * share < LARGEST_SHARE * own) == (bands > 1)
 
 
@@ -81,6 +81,21 @@ def test_batch_steps_and_bands_are_chosen_together_for_as_many_passes():
     assert (advised.expected_batch_size, advised.bands) == (256, 16)
     errors = {each.expected_batch_size: each.noise_to_batch / each.steps**0.5 for each in choices if each.steps >= 25}
     assert errors[256] <= BATCH_TOLERANCE * min(errors.values())
+
+
+@pytest.mark.parametrize("dp", [{"target_epsilon": 8}, {"noise_multiplier": 1.5, "epsilon_cap": 20}])
+def test_advice_with_bands_that_are_given_leaves_out_what_they_do_not_fit(dp):
+    given = config(
+        expected_batch_size=256,
+        steps=54,
+        epoch_steps=2000,
+        optimizer=MOMENTUM,
+        dp_config=dp | {"noise": {"correlated": "auto", "bands": 8}},
+    )
+    choices = batch_choices(make_plan(given, 6_920, 770), given)
+    assert [each.expected_batch_size for each in choices] == [32, 64, 128, 256, 512]
+    assert {each.bands for each in choices} == {8}
+    assert all(each.steps >= 8 and 8 * each.expected_batch_size <= 6_920 for each in choices)
 
 
 def test_a_batch_must_be_given_where_nothing_chooses_it():
