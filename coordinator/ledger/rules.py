@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,6 +112,10 @@ class RegistrationTerms:
     prepaid: bool = False
     opens: OpeningTerms | None = None
     lineage: Lineage | None = None
+
+
+PLANNED: Final = Lineage(orchestrator_key=bytes(32), initial_parameters=bytes(32))
+"""Stands for the lineage of a run that is only planned: it has no manifest yet."""
 
 
 def unit_of(mechanisms: Sequence[Mechanism]) -> str:

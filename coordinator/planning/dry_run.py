@@ -15,7 +15,7 @@ from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.known_data import check_unknown
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import RegistrationTerms
+from raycloak.coordinator.ledger.rules import PLANNED, RegistrationTerms
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.correlated_noise import settled
 from raycloak.coordinator.planning.cross_check import checked
@@ -245,6 +245,7 @@ def _paid(config: RunConfig, config_dir: Path, facts: _Facts) -> Plan:
             public=config.dataset is not None and config.dataset.public,
             prepaid=config.ledger.prepaid,
             opens=opening_terms(config, paying, plan.mechanism.accountant),
+            lineage=PLANNED,
         )
         # Also of an account that the run would open: the ledger may refuse it.
         outlook = ledger.outlook(run) if ledger else None

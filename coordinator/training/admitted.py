@@ -24,7 +24,7 @@ from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import START_AGAIN
 from raycloak.coordinator.cluster.remote import Parameters
 from raycloak.coordinator.config.run import RunConfig, parse_config
-from raycloak.coordinator.ledger.rules import RegistrationTerms
+from raycloak.coordinator.ledger.rules import PLANNED, RegistrationTerms
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.membership.crew import aggregator_id
 from raycloak.coordinator.membership.founders import Founders
@@ -211,7 +211,9 @@ def _beside_others(order: Order, facts: WorkerFacts, plan: Plan, view: LedgerVie
         return plan
     mechanisms = (plan.mechanism, *(each.mechanism for each in plan.measurements))
     public = config.dataset is not None and config.dataset.public
-    run = RegistrationTerms(session.run_id, name, mechanisms, b"", facts.data, public, config.ledger.prepaid)
+    run = RegistrationTerms(
+        session.run_id, name, mechanisms, b"", facts.data, public, config.ledger.prepaid, lineage=PLANNED
+    )
     return with_account(plan, name, view, session.control.ledger.outlook(run))
 
 

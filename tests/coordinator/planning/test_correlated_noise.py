@@ -1,13 +1,17 @@
 """Plans with correlated noise: what is refused, what is chosen, and that a run that is repeated keeps its choice."""
 
 import math
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from raycloak.attestation.core.counted_noise import COEFFICIENT_UNIT, mixed_norm
 from raycloak.coordinator.cli.views.plan import plan_rows
+from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning import correlated_noise, plan
 from raycloak.coordinator.planning.correlated_noise import LARGEST_SHARE, chosen_coefficients, state_bytes, workload_of
 from raycloak.coordinator.planning.dry_run import plan_of
@@ -65,6 +69,17 @@ def test_a_plan_of_explicit_bands_has_their_coefficients(tmp_path):
     rows = dict(plan_rows(found))
     assert rows["correlated noise"].startswith(f"over {BANDS} steps: ")
     assert f"of one of {BANDS} parts" in rows["sample rate"]
+
+
+def test_a_plan_asks_a_ledger_that_is_there_what_it_would_say_of_mixed_steps(tmp_path):
+    """A ledger refuses mixed steps whose order nothing holds, and a plan has no manifest that could."""
+    small = small_config(**FIELDS)
+    worker_setup(small, tmp_path)
+    with closing(PrivacyLedger(ledger_url())) as ledger:
+        ledger.open_account("of others", OpeningTerms(8.0, 1e-5))
+    found = plan_of(small, tmp_path / "data")
+    assert found.mechanism.bands == BANDS
+    assert found.account is not None
 
 
 def test_noise_is_of_all_steps_that_a_sum_is_mixed_into():
