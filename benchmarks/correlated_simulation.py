@@ -7,8 +7,9 @@ Its one link with the product is the mechanism of a plan, whose noise, coefficie
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,20 +42,21 @@ class Rule:
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def steps(self, start: Vector) -> Iterator[Vector]:
-        """Yield the weights after each step; send the released gradient of the next one to get them."""
-        weights, first, second, step = start, np.zeros_like(start), np.zeros_like(start), 0
-        while True:
-            gradient = yield weights
-            step += 1
+    def steps(self, start: Vector) -> Generator[tuple[Vector, Vector], Vector, None]:
+        """Yield the weights and their average after each step; send the released gradient of the next to get them."""
+        weights, averaged = start, start
+        first, second = np.zeros_like(start), np.zeros_like(start)
+        for step in count():
+            gradient = yield weights, averaged
             if self.name == "sgd":
                 first = self.momentum * first + gradient
                 weights = weights - self.learning_rate * first
-                continue
-            first = self.beta1 * first + (1 - self.beta1) * gradient
-            second = self.beta2 * second + (1 - self.beta2) * gradient**2
-            deviation = np.sqrt(second / (1 - self.beta2**step)) + self.eps
-            weights = weights - self.learning_rate * first / (1 - self.beta1**step) / deviation
+            else:
+                first = self.beta1 * first + (1 - self.beta1) * gradient
+                second = self.beta2 * second + (1 - self.beta2) * gradient**2
+                deviation = np.sqrt(second / (1 - self.beta2 ** (step + 1))) + self.eps
+                weights = weights - self.learning_rate * first / (1 - self.beta1 ** (step + 1)) / deviation
+            averaged = averaged + (weights - averaged) * 9 / (10 + step)
 
 
 class Solver:
@@ -118,8 +120,7 @@ def trained(mechanism: Mechanism, rule: Rule, examples: Examples, seed: int, *, 
         part = parts[step % mechanism.bands]
         drawn = part[draws.random(len(part)) < mechanism.sample_rate]
         batch = Examples(examples.features[drawn], examples.labels[drawn])
-        weights = rule_steps.send(solver.solved(solver.mixed(clipped_sum(weights, batch, mechanism))))
-        averaged = averaged + (weights - averaged) * 9 / (10 + step)
+        weights, averaged = rule_steps.send(solver.solved(solver.mixed(clipped_sum(weights, batch, mechanism))))
     return averaged
 
 

@@ -21,6 +21,7 @@ from raycloak.workers.inputs.datasets import slice_ids
 from raycloak.workers.models.models import loss_function
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.manifest import TensorSpec
+from raycloak.workers.terms.model_digest import AVERAGED
 from tests.layout import ROOT
 
 # Few examples and steps; 3 does not divide the examples of a slice.
@@ -92,14 +93,16 @@ def test_gradients_are_clipped_as_a_worker_clips_them(clipping):
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_weights_are_updated_as_an_aggregator_updates_them(name):
     momentum = {"momentum": 0.9} if name == "sgd" else {}
-    spec = optimizer_spec(OptimizerConfig(name=name, learning_rate=0.3, **momentum), ".")
+    spec = optimizer_spec(OptimizerConfig(name=name, learning_rate=0.3, averaged_weights=True, **momentum), ".")
     optimizer = Optimizer(spec, [TensorSpec(name="weight", shape=(4,))], STEPS)
     weights, state = np.zeros(4, np.float32), optimizer.initial_state()
     steps = Rule(name, 0.3).steps(np.zeros(4))
     next(steps)
     for step, gradient in enumerate(np.random.default_rng(7).standard_normal((STEPS, 4))):
         weights, state = optimizer.update(weights, gradient, state, step)
-        np.testing.assert_allclose(steps.send(gradient), weights, rtol=1e-4, atol=1e-5)
+        found, averaged = steps.send(gradient)
+        np.testing.assert_allclose(found, weights, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(averaged, state[f"weight/{AVERAGED}"], rtol=1e-4, atol=1e-5)
 
 
 def test_the_documented_table_is_the_one_of_the_results():
