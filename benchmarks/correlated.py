@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MNIST, SST2 = (ROOT / "examples" / name / "data" for name in ("mnist", "sst2"))
 RESULTS = Path(__file__).resolve().parent / "results" / "correlated.json"
 SEEDS = (1, 2, 3)
-SIMULATED = {"scattering": range(10), "sst2": range(100)}
+SIMULATED = {"scattering": range(30), "sst2": range(100)}
 """Seeds of the simulations: SST-2's small test set makes single seeds say little."""
 
 TRIED = range(20)
