@@ -65,8 +65,9 @@ def plan_rows(plan: "Plan") -> Iterator[tuple[str, str]]:
         part = f" of one of {mechanism.bands} parts" if mechanism.bands > 1 else ""
         yield "sample rate", f"{mechanism.sample_rate:.4g}{part} of {counted}, {epochs}"
     if (gain := plan.noise_gain) is not None:
-        same = f"an error of the weights that would cost ε {epsilon_text(gain.epsilon_independent)} with own noise"
-        yield "correlated noise", f"over {gain.bands} steps: {gain.share:.2f} of the error of own noise, {same}"
+        same = f"own noise has so little at ε {epsilon_text(gain.epsilon_independent)}"
+        error = f"{gain.share:.2f} of the error of own noise in these batches"
+        yield "correlated noise", f"over {gain.bands} steps: {error}; {same}"
         sums, store = map(size_text, gain.state_bytes)
         yield "earlier steps", f"{sums} in each worker, {store} in the object store"
     # Where there is more than training: each mechanism with what it would cost alone.
