@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from raycloak.attestation.core.mask_graph import LARGEST_COMPLETE
 from raycloak.attestation.files.yaml_reader import parse_yaml, read_yaml
@@ -175,6 +175,23 @@ class RunConfig(Section):
         if isinstance(split, dict) and isinstance(split.get("dataset"), dict):
             raw = {**raw, "evaluation": {**split, "dataset": _with_tokenizer(split["dataset"], model.get("hf"))}}
         return raw
+
+    @model_validator(mode="before")
+    @classmethod
+    def _average_what_noise_leaves(cls, raw: Any) -> Any:
+        """Keep averaged weights where noise may be correlated and nothing else is said: it cancels over steps."""
+        if not isinstance(raw, dict):
+            return raw
+        try:
+            noise = DPConfig.model_validate(raw.get("dp_config")).noise
+        except ValidationError:
+            # Its own field says what is wrong with it.
+            return raw
+        given = raw.get("optimizer", {})
+        fields = given.model_dump(exclude_unset=True) if isinstance(given, OptimizerConfig) else given
+        if noise.correlated == "off" or not isinstance(fields, dict) or "averaged_weights" in fields:
+            return raw
+        return {**raw, "optimizer": {**fields, "averaged_weights": True}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

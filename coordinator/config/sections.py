@@ -101,7 +101,8 @@ class NoiseConfig(Section):
     """Noise that is correlated over steps, so that much of it cancels in the weights; see `docs/privacy.md`.
 
     Attributes:
-        correlated: ``auto`` has the plan choose, and ``off`` gives each step noise of its own.
+        correlated: ``auto`` has the plan choose, with averaged weights unless they are switched off. ``off`` gives each
+            step noise of its own.
         bands: b, over how many steps, where the plan is not to choose.
     """
 
@@ -588,6 +589,7 @@ class OptimizerConfig(Section):
         groups: settings that differ for some tensors, by their names.
         averaged_weights: keeps an exponential moving average of the weights, of decay (1 + t) / (10 + t) in step t. It
             is what is evaluated, measured and exported; steps go on from the weights themselves. It costs no epsilon.
+            On by default where ``dp_config.noise`` may be correlated.
     """
 
     name: RuleName = "sgd"

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from raycloak.coordinator.config.losses import LOSSES
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
-from raycloak.coordinator.config.sections import DatasetConfig
+from raycloak.coordinator.config.sections import DatasetConfig, DPConfig, OptimizerConfig
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.augmentation import Augmentation
@@ -387,3 +387,21 @@ def test_versions_of_rows_are_in_the_descriptor_and_change_what_is_computed():
     assert found.augment == Augmentation(kind="shift", copies=2, pixels=1)
     assert (section.unit_terms.rows_per_unit, found.rows_per_unit) == (2, 1)
     assert found.identity_digest() != found.model_copy(update={"augment": None}).identity_digest()
+
+
+@pytest.mark.parametrize(
+    ("noise", "optimizer", "averages"),
+    [
+        ({"correlated": "auto"}, {"momentum": 0.9}, True),
+        ({"correlated": "auto"}, {"averaged_weights": False}, False),
+        ({"correlated": "off"}, {}, False),
+        ({}, {"averaged_weights": True}, True),
+    ],
+)
+def test_weights_are_averaged_where_noise_may_be_correlated_unless_that_is_switched_off(noise, optimizer, averages):
+    dp = {"target_epsilon": 3.0, "noise": noise}
+    found = parse_config({**GOOD, "dp_config": dp, "optimizer": optimizer})
+    assert found.optimizer.averaged_weights is averages
+    assert parse_config(found.model_dump(mode="json")) == found
+    typed = {"dp_config": DPConfig(**dp), "optimizer": OptimizerConfig(**optimizer)}
+    assert RunConfig(**{**GOOD, **typed}).optimizer == found.optimizer
