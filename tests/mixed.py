@@ -24,6 +24,8 @@ FIELDS: dict[str, Any] = {
     "steps": STEPS,
     "epoch_steps": EPOCH,
     "dp_config": RENYI | {"noise": {"correlated": "auto", "bands": BANDS}},
+    # On by default: a run by hand commits models without an average.
+    "optimizer": {"learning_rate": 0.5, "momentum": 0.9, "averaged_weights": False},
     "measurements": {},
     "expected_batch_size": 12,
 }
