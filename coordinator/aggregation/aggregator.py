@@ -409,7 +409,8 @@ def decoded_average(
     found, block = np.empty(len(vectors[0]), dtype), 2 * CACHE_BLOCK_BYTES // 8
 
     def decode_pieces(pieces: Iterator[range]) -> None:
-        total, real, term = np.empty(block, ring_dtype(bits)), np.empty(block), np.empty(block)
+        total, real = np.empty(block, ring_dtype(bits)), np.empty(block)
+        term = np.empty(block if earlier else 0)
         # Here, because a new thread does not inherit it.
         with np.errstate(over="ignore"):
             for part in blocks_of(pieces, block):

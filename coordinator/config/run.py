@@ -197,10 +197,7 @@ class RunConfig(Section):
     def _consistent(self) -> Self:
         given = (self.batch_size_per_worker is not None) + (self.expected_batch_size is not None)
         if given > 1 or (given == 0 and not self.leaves_the_batch):
-            raise ValueError(
-                "give exactly one of batch_size_per_worker and expected_batch_size; with epochs, a target_epsilon and "
-                "dp_config.noise.correlated: auto the plan can choose it"
-            )
+            raise ValueError("give exactly one of batch_size_per_worker and expected_batch_size")
         if self.micro_batch_size is not None and self.micro_batch_bytes != "auto":
             raise ValueError("give micro_batch_size, which takes no measurement, or micro_batch_bytes, not both")
         if self.steps is not None and self.epochs is not None:

@@ -490,8 +490,10 @@ class _Checks:
                 else:
                     mixed = self._watched(among)
                 require_apart(self._module, ordinary, mixed, slice(others, None))
+                # Plain, as the rows among their equals are: on some processors a tap takes kernels of other bits.
+                among_others = self._watched(among) if gradients else mixed
                 for row, (_, found) in enumerate(group):
-                    require_apart(self._module, found, replace(mixed, layers=plain.layers), slice(row, row + 1))
+                    require_apart(self._module, found, replace(among_others, layers=plain.layers), slice(row, row + 1))
         if gradients:
             # Finite ones alone, and first: what is not finite may hide what it meets.
             finite = [fill for each in met for fill in each.values if math.isfinite(fill)]

@@ -21,6 +21,10 @@ check_products("cpu")
 """
 
 
+PRODUCT = "import torch; a = torch.full((256, 256), 1 + 2.0**-12); print((a @ a)[0, 0].item() / 256)"
+"""Prints 1 where both factors lose their last bits."""
+
+
 def short(values: Tensor, bits: int) -> Tensor:
     """Round float32 to so many bits after the leading one, as a GPU's operands are."""
     dropped = 23 - bits
@@ -78,6 +82,9 @@ def test_a_node_that_shortens_the_products_of_a_cpu_is_overruled_or_refused(
     # A test before this one may have left it set; it counts more than the variable's older name.
     monkeypatch.delenv("ONEDNN_DEFAULT_FPMATH_MODE", raising=False)
     narrow = {name: "BF16"}
+    # A processor that multiplies bfloat16 may compute by a library that does not heed the variable.
+    if float(run_python("-c", PRODUCT, environment=narrow).stdout) != 1:
+        pytest.skip(f"{name} shortens no product on this CPU")
     refused = run_python("-c", CHILD, environment=narrow)
     assert "short_products" in refused.stderr
     overruled = run_python("-c", CHILD, environment={**narrow, **worker_environment("default")})

@@ -169,7 +169,7 @@ def test_versions_have_a_key_of_their_own(monkeypatch: pytest.MonkeyPatch):
         lambda secret, purpose, *rest: derived.append(purpose) or derive(secret, purpose, *rest),
     )
     vector(terms(), rows_of(8))
-    assert derived == [Purpose.PLACES, Purpose.SAMPLING, Purpose.VERSIONS, Purpose.NOISE, Purpose.VECTOR_TAG]
+    assert derived == [Purpose.NOISE, Purpose.PLACES, Purpose.SAMPLING, Purpose.VERSIONS, Purpose.VECTOR_TAG]
 
 
 def test_guarantee_no_example_moves_the_sum_by_more_than_the_sensitivity_whatever_its_versions():
