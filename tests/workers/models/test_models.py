@@ -437,8 +437,8 @@ def test_gradients_are_compared_at_each_size(rows: int) -> None:
 
 
 def test_a_micro_batch_is_computed_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once ordinary, once filled with each of ten ids, two rows alone; and with gradients ordinary, mixed, of other
-    lengths, and with one other row."""
+    """Once ordinary, once filled with each of ten ids, once mixed, two rows alone; and with gradients ordinary, mixed,
+    of other lengths, and with one other row."""
     counts: list[int] = []
     forward = model_checks.watched_pass
     monkeypatch.setattr(
@@ -449,7 +449,7 @@ def test_a_micro_batch_is_computed_few_times(monkeypatch: pytest.MonkeyPatch) ->
     module = nn.Sequential(nn.Embedding(11, 5), nn.Flatten(), nn.Linear(45, 3))
     check_rows(module, TEXTS, cross_entropy, [mechanism(193, micro_batch_size=12)], vocabulary=11)
     # Of the ten, 0, 1 and 10 are in the table: each other one is also tried in one row.
-    assert (counts.count(12), counts.count(1)) == (1 + 10 + 7 + 4, 2)
+    assert (counts.count(12), counts.count(1)) == (1 + 10 + 7 + 1 + 4, 2)
 
 
 def refusal_of_rows(module: nn.Module, form: DatasetForm = FORM, vocabulary: int | None = None) -> tuple[str, str]:
