@@ -226,7 +226,8 @@ def _audited(config: RunConfig, planned: Mechanism, canaries: int) -> RunConfig:
         "model": f"{MODULE}:model",
         "loss": f"{MODULE}:loss",
         "dataset": config.dataset.model_dump(),
-        "optimizer": {"name": "sgd", "learning_rate": config.optimizer.learning_rate},
+        # Each release is read off two consecutive models, which averages of them would blur.
+        "optimizer": {"name": "sgd", "learning_rate": config.optimizer.learning_rate, "averaged_weights": False},
         "virtual_workers": planned.virtual_workers,
         # Of the configuration's own examples: more of them make no other number of steps.
         "steps": planned.steps,
