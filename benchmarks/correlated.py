@@ -18,12 +18,8 @@ too, on the test sentences. Its rates and clipping were chosen on dev, by ``--ra
 """
 
 import argparse
-import hashlib
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,9 +29,9 @@ from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
-import yaml
 
 from benchmarks.correlated_simulation import Examples, Rule, accuracy, trained
+from benchmarks.whole_run import verdict_of
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.workers.terms.mechanism import Mechanism
@@ -210,23 +206,8 @@ def simulated(side: Side, mechanism: Mechanism, train: Examples, test: Examples,
 
 def run(folder: Path, config: dict[str, Any], phrase: str) -> dict[str, float]:
     """Train, and return the accuracy on the test examples, what the ledger charged, and the seconds it took."""
-    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    secret = folder / "secret"
-    secret.touch(mode=0o600)
-    secret.write_text(hashlib.sha256(phrase.encode()).hexdigest(), encoding="utf-8")
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as home:
-        command = [sys.executable, "-m", "raycloak", "run", str(folder / "config.yaml"), "--json"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYCLOAK_HOME": home}
-        done = subprocess.run(
-            [*command, "--run-secret", str(secret)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-            check=True,
-        )
-    verdict = json.loads(done.stdout)
+    verdict = verdict_of(folder, config, phrase)
     named = {"accuracy": "evaluation_accuracy", "epsilon": "privacy_epsilon_charged"}
     return {**{ours: verdict[theirs] for ours, theirs in named.items()}, "seconds": time.perf_counter() - began}
 

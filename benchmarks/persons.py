@@ -12,19 +12,16 @@ One run follows the other. A result that is there, in ``benchmarks/results/perso
 """
 
 import argparse
-import hashlib
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
-import yaml
+
+from benchmarks.whole_run import verdict_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "examples" / "mnist" / "data"
@@ -81,27 +78,6 @@ def configuration(persons: int, images: int, rows: int | None, epsilon: float, d
     }
 
 
-def accuracy(folder: Path, config: dict[str, Any], phrase: str) -> float:
-    """Train, and return the accuracy on the test images."""
-    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    secret = folder / "secret"
-    secret.touch(mode=0o600)
-    secret.write_text(hashlib.sha256(phrase.encode()).hexdigest(), encoding="utf-8")
-    with tempfile.TemporaryDirectory() as home:
-        command = [sys.executable, "-m", "raycloak", "run", str(folder / "config.yaml"), "--json"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYCLOAK_HOME": home}
-        done = subprocess.run(
-            [*command, "--run-secret", str(secret)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-            check=True,
-        )
-    found: float = json.loads(done.stdout)["evaluation_accuracy"]
-    return found
-
-
 def table(found: dict[str, list[float]]) -> str:
     """Return the table of docs/results.md."""
     lines = ["| clipped and sampled | ε, δ of it | accuracy per seed | mean |", "|---|---|---|---|"]
@@ -127,7 +103,8 @@ def main() -> None:
                 for name, (rows, epsilon, delta) in arms().items():
                     if len(found.setdefault(name, [])) < seed:
                         config = configuration(persons, images, rows, epsilon, delta)
-                        found[name].append(accuracy(Path(folder), config, f"persons/{name}/{seed}"))
+                        verdict = verdict_of(Path(folder), config, f"persons/{name}/{seed}")
+                        found[name].append(verdict["evaluation_accuracy"])
                         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(table(found))
 

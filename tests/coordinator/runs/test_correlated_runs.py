@@ -55,7 +55,7 @@ def test_the_released_gradients_are_those_of_the_factorisation(tmp_path, monkeyp
     assert np.abs(np.array(averages) - expected).max() > 0.01
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_guarantee_any_number_of_workers_gives_one_digest_with_a_move_in_every_step(mixed, tmp_path, workers):
     """In each step of a round, and across an epoch, a worker dies, and another computes the sums that it held."""
 

@@ -55,7 +55,7 @@ def archive(home: Path, run_id: str = RUN_ID, keep: int = 1, every: int = 0) -> 
 def scripted(home: Path, acts: Mapping[int, Act], **fields) -> WholeRun:
     """Return a run of STEPS steps that does ``acts`` after so many of them."""
     fields.setdefault("assignment", NewRun(archive(home)))
-    run = whole_run(home, steps=STEPS, dp_config=RENYI, **fields)
+    run = whole_run(home, **{"steps": STEPS, "dp_config": RENYI, **fields})
     run.coordinator.order = replace(run.coordinator.order, pace=Script(acts))
     return run
 
@@ -415,6 +415,28 @@ def test_a_state_is_not_replaced_once_the_next_step_is_charged_for_it(tmp_path, 
     second = resumed(tmp_path, first, {3: lambda t: codes.append(refused(lambda: load(tmp_path, 3, 1)(t)).code)})
     second.train()
     assert (codes, second.digests) == (["step_charged"], straight[3:])
+
+
+def test_with_correlated_noise_a_state_is_loaded_where_a_mix_begins_and_nowhere_else(tmp_path):
+    """Neither the place nor the package may be within a mix: its sums are of the models that were."""
+    noise = RENYI | {"noise": {"correlated": "auto", "bands": 3}}
+    fields = {"steps": 10, "epoch_steps": 4, "dp_config": noise, "expected_batch_size": 12}
+    codes = []
+
+    def tried(after: int, step: int) -> Act:
+        return lambda training: codes.append(refused(lambda: load(tmp_path, after, step)(training)).code)
+
+    acts = {2: save(2), 4: both(save(4), tried(4, 2)), 6: tried(6, 4), 8: load(tmp_path, 8, 4)}
+    run = scripted(tmp_path, acts, **fields)
+    run.train()
+    assert codes == ["within_mix"] * 2
+    (loaded,) = [content for kind, content in run.evidence if kind == "loaded"]
+    assert (loaded["after_step"], loaded["step"], loaded["model_digest"]) == (8, 4, run.digests[3])
+    assert len(run.digests) == 10
+    # A resume makes the load again, and goes on with the same bytes.
+    again = resumed(tmp_path, run, {}, **fields)
+    again.train()
+    assert again.finished.model_digest == run.finished.model_digest
 
 
 def test_a_storage_that_fails_refuses_a_save_and_the_next_one_succeeds(tmp_path, straight):
