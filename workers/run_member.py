@@ -269,7 +269,7 @@ class RunMember:
         mechanism = self.manifest.computation.mechanism_of(roster.query)
 
         self._compute(roster, given, sent)
-        mixed = 1 + self.manifest.computation.reach(roster.step) if mechanism.bands > 1 else 0
+        mixed = self.manifest.computation.mixed_sums(roster.query, roster.step)
         attempt = VerifiedAttempt.of(roster, given.digest, request.ranges, mechanism.ring_bits, mixed)
         # The model has them now.
         del given
@@ -441,9 +441,8 @@ class RunMember:
 
     def _mixed_before(self, roster: Roster) -> range:
         """Return the earlier steps whose sums a step mixes, the newest first."""
-        computation = self.manifest.computation
-        reach = computation.reach(roster.step) if roster.query == "gradient" else 0
-        return range(roster.step - 1, roster.step - 1 - reach, -1)
+        mixed = self.manifest.computation.mixed_sums(roster.query, roster.step)
+        return range(roster.step - 1, roster.step - mixed, -1)
 
     def _recompute(self, roster: Roster, given: _PaidInput, hosted: Sequence[int], earlier: range) -> None:
         """Compute the sums of earlier steps that are to be mixed and are not here, as after a move.

@@ -354,7 +354,7 @@ class MaskedAggregator:
         if request.ranges[own.index : own.index + 1] != (own,):
             raise ProtocolError("range_mismatch", "the request cuts the parameters in another way than this range")
         self._require_cover(roster, len(request.headers), "headers")
-        mixed = 1 + manifest.computation.reach(roster.step) if mechanism.bands > 1 else 0
+        mixed = manifest.computation.mixed_sums(roster.query, roster.step)
         attempt = VerifiedAttempt.of(roster, request.input_digest, request.ranges, mechanism.ring_bits, mixed)
         expected = []
         for worker, envelope in zip(roster.workers, request.headers, strict=True):

@@ -393,12 +393,12 @@ class RunConfig(Section):
 
     @property
     def unit_terms(self) -> UnitTerms:
-        """What epsilon protects of ``dataset``; of examples in memory their descriptor tells it."""
+        """The unit that epsilon protects of ``dataset``; of examples in memory their descriptor tells it."""
         return UnitTerms() if self.dataset is None else self.dataset.unit_terms
 
     @property
     def leaves_the_batch(self) -> bool:
-        """Whether there is enough for the plan to choose the batch, should none be given."""
+        """True if there is enough for the plan to choose the batch, should none be given."""
         dp = self.dp_config
         chooses = dp.enabled and dp.noise.correlated == "auto" and dp.noise.bands is None
         return chooses and dp.target_epsilon is not None and self.epochs is not None

@@ -395,7 +395,7 @@ class DatasetConfig(Section):
 
     @property
     def unit_terms(self) -> UnitTerms:
-        """What epsilon protects as a whole, and how many rows of one a step computes."""
+        """The unit that epsilon protects, and how many rows of one a step computes."""
         copies = 1 if self.augment is None else self.augment.copies
         return UnitTerms(self.unit_name or EXAMPLE, (self.most_rows or 1) * copies, copies)
 

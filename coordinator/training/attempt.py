@@ -244,8 +244,8 @@ class Step:
             return None
         if header is None or header.virtual_workers != hosted or len(header.vector_tags) != len(hosted):
             return None
-        mixed = [1 + len(self.model.earlier)] * len(hosted) if self._is_mixed else []
-        if [len(tags) for tags in header.sum_tags] != mixed:
+        mixed = self.context.manifest.computation.mixed_sums(self.query, self.number)
+        if [len(tags) for tags in header.sum_tags] != ([mixed] * len(hosted) if mixed else []):
             return None
         for v, tag in zip(hosted, header.vector_tags, strict=True):
             if self._tags.setdefault(v, tag) != tag:

@@ -205,7 +205,7 @@ class DatasetDescriptor(Message):
 
     @property
     def unit_terms(self) -> UnitTerms:
-        """What epsilon protects of the data, and how many rows of one a step computes."""
+        """The unit that epsilon protects, and how many rows of one a step computes."""
         copies = 1 if self.augment is None else self.augment.copies
         return UnitTerms(self.unit or EXAMPLE, self.rows_per_unit * copies, copies)
 

@@ -294,6 +294,10 @@ class Computation(Message):
         """Return how many training steps before ``step`` its release mixes in: of its key epoch, and b - 1 at most."""
         return min(self.mechanism.bands - 1, step % self.epoch_steps)
 
+    def mixed_sums(self, query: Query, step: int) -> int:
+        """Return how many sums of each virtual worker a vector of ``step`` mixes; 0 where noise is not correlated."""
+        return 1 + self.reach(step) if self.mechanism_of(query).bands > 1 else 0
+
     @property
     def exact(self) -> bool:
         """Return whether every operation of the run has a deterministic kernel; if not, the run is NOT EXACT."""

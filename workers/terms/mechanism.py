@@ -45,7 +45,7 @@ UnitName = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_pu
 
 
 class UnitTerms(NamedTuple):
-    """What epsilon protects as a whole, as :class:`Mechanism` has it.
+    """The unit that epsilon protects as a whole, as :class:`Mechanism` has it.
 
     Attributes:
         unit: its public name.
